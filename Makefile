@@ -13,16 +13,20 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
+DOCS_INSTALLED := $(VENV)/.installed-docs
 CLIENTS := $(VENV)/clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
-# Tests that start servers, or are about their speed.
-SERVING := tests/system tests/one_shot tests/chaos tests/components tests/benchmarks tests/deploy/test_serve.py tests/docs/test_readme.py
+# Which tests of a lane: all, unless test-fast says otherwise.
+FAST :=
+# Where a lane that ran tests writes its name; and the end of a target: it fails where no lane ran any.
+RAN := /dev/null
+SOME_RAN = test $$status != 0 || test -s $$ran || { echo "no test was run: ARGS choose none" >&2; status=5; }; rm -f $$ran; exit $$status
 # Each half of the fast tests prints its report in one piece, where make can do that.
 SORTED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-clients run test test-fast fast-api-server fast-others test-clients cases fuzz lint check bench peer chaos audit demo-model
+.PHONY: help setup setup-test setup-clients run test test-fast test-clients cases fuzz lint check docs bench peer chaos audit demo-model ui
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,18 +40,20 @@ setup-clients: $(CLIENTS_INSTALLED)
 run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a model and flags)
 	$(BIN)/tokenyard serve --host 127.0.0.1 --port $(PORT) $(ARGS)
 
-test: $(TEST_INSTALLED)  ## run every test (ARGS adds pytest arguments)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(TEST_INSTALLED)  ## run every test, those without servers on two cores at once (ARGS adds pytest arguments)
+	@status=0; ran=$$(mktemp); \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 RAN=$$ran lane-api lane-kernels,system || status=$$?; \
+	$(MAKE) --no-print-directory RAN=$$ran lane-serving || status=$$?; \
+	$(SOME_RAN)
 
-test-fast: $(TEST_INSTALLED)  ## the tests that start no server and compile nothing anew, on two cores (ARGS as above)
-	@$(MAKE) --no-print-directory --jobs=2 $(SORTED) fast-api-server fast-others
+test-fast: $(TEST_INSTALLED)  ## the tests that start no server, compile nothing anew and wait for nothing, on two cores (ARGS as above)
+	@status=0; ran=$$(mktemp); \
+	$(MAKE) --no-print-directory --jobs=2 $(SORTED) RAN=$$ran FAST="-m 'not slow'" lane-api lane-kernels || status=$$?; \
+	$(SOME_RAN)
 
-# pytest's status 5 says that ARGS choose nothing in this half.
-fast-api-server:
-	$(BIN)/python -m pytest -m "not slow" tests/api_server $(ARGS) || test $$? = 5
-
-fast-others:
-	$(BIN)/python -m pytest -m "not slow" $(patsubst %,--ignore=%,tests/api_server $(SERVING)) $(ARGS) || test $$? = 5
+# Tests of the named lanes (tests/lanes.py). pytest's status 5 says that ARGS choose none of them.
+lane-%:
+	$(BIN)/python -m pytest --lane $* $(FAST) $(ARGS) && echo $* >> $(RAN) || test $$? = 5
 
 test-clients: $(CLIENTS_INSTALLED)  ## the clients that people have, unmodified, against a server (docs/clients.md)
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients tests/clients -rs $(ARGS)
@@ -65,6 +71,13 @@ lint: $(TEST_INSTALLED)  ## style, types and the import rule
 	$(BIN)/lint-imports
 
 check: lint  ## the same as lint
+
+docs: $(DOCS_INSTALLED)  ## build the documentation as a site into build/site (ARGS adds mkdocs flags)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "open build/site/index.html"
+
+ui:  ## build the page at /ui/ from ui/ into the API server's package (needs node and npm)
+	cd ui && npm ci --no-audit --no-fund && npx tsc --noEmit && node build.mjs
 
 bench: $(TEST_INSTALLED)  ## measure a server, or compare with PEER=vllm,openvino,... or a base URL (WORK=W1,W2; ARGS="--help")
 	$(BIN)/python -m benchmarks$(if $(PEER),.compare --peer "$(PEER)" --work "$(WORK)") $(ARGS)
@@ -94,6 +107,13 @@ $(INSTALLED): pyproject.toml | $(BIN)/python
 
 $(TEST_INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --editable '.[test]'
+	$(BIN)/python -m pip install --no-deps trl==1.16.0  # the client of trainers is tested; what trainers themselves need is not
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test-kernels"], sep="\n")' > $(VENV)/test-kernels.txt
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/triton --requirement $(VENV)/test-kernels.txt || echo "the tests of kernels for GPUs are skipped"
+	@touch $@ $(INSTALLED)
+
+$(DOCS_INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --editable '.[docs]'
 	@touch $@ $(INSTALLED)
 
 # The clients' environment is not the server's: they share no package version. Node's clients need npm; without it their tests are skipped.

@@ -26,6 +26,9 @@ import uvloop
 from api_server.access_log import logged
 from api_server.answers.formats import AnswerFormats
 from api_server.app import create
+from api_server.batch_service import run_batches
+from api_server.batches.store import Store
+from api_server.doors import Doors
 from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.leaving import SECONDS_FOR_LAST_FRAMES, Leaving
@@ -35,13 +38,17 @@ from api_server.shared_secret import shared_secret
 from api_server.state import ServerState
 from api_server.text.late_interaction import keep_whole, token_marks
 from api_server.text.pooled_model import PooledModel
+from api_server.text.speaking_model import SpeakingModel
 from api_server.text.tokenizer import Tokenizer
+from api_server.tracing.start import measured, traced
 from shared import liveness, logs, phases
 from shared.addresses import LOOPBACK_NETWORKS
 from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
 from shared.hidden_torch import hide_torch
 from shared.load_errors import may_pass
+from shared.otel_settings import OtelMetricsSettings, OtelSettings
+from shared.recogniser_files import RecogniserFiles
 from shared.settings import Settings
 
 log = logging.getLogger("tokenyard")
@@ -59,16 +66,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="api_server", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="the server's run directory")
     parser.add_argument("--index", type=int, required=True, help="number of this replica, from 0")
-    parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
+    parser.add_argument(
+        "--listener", type=int, action="append", required=True, help="descriptor of a listening socket; repeatable"
+    )
     options = parser.parse_args()
     run_directory = RunDirectory(options.run_dir)
     settings = Settings.read(run_directory.settings_file)
     role = f"api_server:{options.index}"
     logs.configure(role, settings.log_level, settings.log_format)
     liveness.become(role, run_directory.stack_file(role))
+    listeners = [socket.socket(fileno=number) for number in options.listener]
+    doors = Doors(run_directory.doors, listeners)
     phases.phase("import")
     hide_torch()
     try:
+        if (store := Store.of(settings)) is not None:
+            store.check()
         phases.phase("load tokenizer")
         places = [(settings, run_directory), *of_further_models(settings, run_directory)]
         models = [_Model.load(*place) for place in places]
@@ -76,8 +89,7 @@ def main() -> int:
         phases.fatal(str(error), may_pass(error))
         log.error("%s", error)
         return 1
-    listener = socket.socket(fileno=options.listener)
-    uvloop.run(_serve(models, role, listener))
+    uvloop.run(_serve(models, role, listeners, doors))
     return 0
 
 
@@ -101,18 +113,23 @@ class _Model:
     run_directory: RunDirectory
     tokenizer: Tokenizer
     pooled_model: PooledModel | None
+    recogniser: RecogniserFiles | None
+    speaking: SpeakingModel | None
 
     @classmethod
     def load(cls, settings: Settings, run_directory: RunDirectory) -> _Model:
         """Loads a model's tokenizer. OSError or ValueError when the model cannot be served."""
-        tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
-        AnswerFormats.of(settings, tokenizer)
         pooled_model = PooledModel.of(settings)
+        source = settings.model if pooled_model is None else pooled_model.files.tokenizer_source
+        tokenizer = Tokenizer.load(source, settings.control_tokens)
+        AnswerFormats.of(settings, tokenizer)
         if pooled_model is not None:
             # A file that names a token which the tokenizer lacks ends the start, and not requests.
             keep_whole(tokenizer.backend, pooled_model.files.prompt_tokens)
             token_marks(pooled_model.files, tokenizer.backend)
-        return cls(settings, run_directory, tokenizer, pooled_model)
+        recogniser = RecogniserFiles.read(settings.model, tokenizer.token_of)
+        speaking = SpeakingModel.of(settings.model, tokenizer) if pooled_model is None else None
+        return cls(settings, run_directory, tokenizer, pooled_model, recogniser, speaking)
 
     def connect(self, role: str, server_directory: RunDirectory) -> ServerState:
         """Connects to the model's scheduler. `server_directory` is the run directory of the whole server."""
@@ -123,22 +140,32 @@ class _Model:
             self.tokenizer,
             engine,
             self.pooled_model,
+            self.recogniser,
+            self.speaking,
             processes_file=server_directory.processes_file,
             uploaded_adapters=self.run_directory.uploaded_adapters,
             uploaded_weights=self.run_directory.uploaded_weights,
             image_key=shared_secret(server_directory.image_key_file),
+            painted_images=server_directory.painted_images,
+            accounts_file=server_directory.accounts_file,
+            live_folder=server_directory.live_directory,
         )
 
 
-async def _serve(models: list[_Model], role: str, listener: socket.socket) -> None:
+async def _serve(models: list[_Model], role: str, listeners: list[socket.socket], doors: Doors) -> None:
     run_directory = models[0].run_directory
     settings = models[0].settings
     server, *others = [model.connect(role, run_directory) for model in models]
     for other in others:
         server.serve_also(other)
     application = create(server)
+    engines = [state.engine for state in server.models]
+    otel = OtelSettings.of(os.environ)
+    tracing = traced(application, otel, engines, application.metrics.traced)
+    otel_metrics = measured(OtelMetricsSettings.of(os.environ), otel)
+    server.observers += [otel_metrics] if otel_metrics is not None else []
     config = uvicorn.Config(
-        logged(application, settings),
+        logged(tracing.application, settings),
         http=HttpProtocol,
         ws="none",
         loop="none",
@@ -157,9 +184,7 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
     config.load()
     rotation = Rotation(run_directory.settings_file, server, config)
     web = _Server(config)
-    leaving = Leaving(
-        web, application, [state.engine for state in server.models], settings.drain_delay, settings.drain_timeout
-    )
+    leaving = Leaving(web, application, engines, doors, settings.drain_delay, settings.drain_timeout)
     leaving.obey(asyncio.get_running_loop())
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, rotation.read_again)
     # All objects that exist now live as long as the process: garbage collection skips them.
@@ -169,35 +194,45 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
     generating = [state for state in server.models if state.pooled_model is None]
     warming = asyncio.gather(*(_warm(state) for state in generating))
     beating = asyncio.create_task(_beat())
+    running = asyncio.create_task(run_batches(application))
     phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:
-        await web.serve(sockets=[listener])
+        await web.serve(sockets=listeners)
     finally:
         warming.cancel()
         beating.cancel()
+        running.cancel()
         # A server that gives up cancels what is still starting; that is no error to report.
-        for ended in await asyncio.gather(warming, beating, return_exceptions=True):
+        for ended in await asyncio.gather(warming, beating, running, return_exceptions=True):
             if isinstance(ended, Exception):
                 log.warning("a helper process could not be started: %s", ended)
         try:
             for state in server.models:
                 await state.constraints.close()
-                await state.close_images()
+                await state.close_media()
         finally:
+            await tracing.close()
+            if otel_metrics is not None:
+                await otel_metrics.close()
             application.metrics.write()  # also for requests that were cancelled meanwhile
+            server.accounts.close()
             for state in server.models:
                 state.engine.close()
                 state.tokenizer.close()
 
 
 async def _warm(server: ServerState) -> None:
-    """Starts the helper processes, so that no first request waits for them: that of images once a worker sees."""
+    """Starts the helper processes, so that no first request waits for them: that of media once a worker takes some."""
+    if server.recogniser is not None:
+        with contextlib.suppress(ProcessLost):
+            await server.clips.client.start()
+        return
     await server.constraints.start()
     if server.settings.vision:
         await server.image_facts.warm()
     while server.max_model_len is None:  # noqa: ASYNC110 (a heartbeat brings it, and no event)
         await asyncio.sleep(1.0)
-    if server.sees:
+    if server.sees or server.listens:
         with contextlib.suppress(ProcessLost):
             await server.images.client.start()
 

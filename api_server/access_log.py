@@ -80,6 +80,16 @@ class Entry:
         if self.shots:
             found["texts"] = sum(shot.texts for shot in self.shots)
             found["prompt_tokens"] = sum(shot.tokens for shot in self.shots)
+        if generated := sum(shot.generated for shot in self.shots):
+            found["completion_tokens"] = generated
+        if sounds := [shot.sound for shot in self.shots if shot.sound is not None]:
+            found["audio_seconds"] = round(sum(sound.seconds for sound in sounds), 3)
+            found["first_audio_seconds"] = next(
+                (round(sound.first - self.started, 4) for sound in sounds if sound.first is not None), None
+            )
+        if pictures := [shot.pictures for shot in self.shots if shot.pictures is not None]:
+            found["images"] = sum(each.count for each in pictures)
+            found["pixels"] = sum(each.count * each.pixels for each in pictures)
         choices = self._all
         if not choices:
             return found

@@ -18,12 +18,22 @@ from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from api_server import trace_context
 from api_server.dialects import anthropic, generate_route, hosted, models_route, openai, pooling_routes
+from api_server.dialects.anthropic import batches as anthropic_batches
+from api_server.dialects.kserve import routes as kserve
+from api_server.dialects.ollama import routes as ollama
+from api_server.dialects.openai import batches as openai_batches
 from api_server.dialects.openai import embeddings as openai_embeddings
+from api_server.dialects.openai import files as openai_files
+from api_server.dialects.openai import image_edits as openai_image_edits
+from api_server.dialects.openai import images as openai_images
+from api_server.dialects.openai import speech as openai_speech
+from api_server.dialects.openai import transcriptions
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import adapters as sglang_adapters
 from api_server.dialects.sglang import admin as sglang_admin
@@ -44,9 +54,12 @@ from api_server.http import descriptors
 from api_server.http.pages import allow_pages
 from api_server.http.paths import above, meant
 from api_server.metrics.collector import Metrics, generation_paths, metrics_route
+from api_server.metrics.live import LiveFigures, live_route
+from api_server.metrics.request_table import RequestTable, request_routes
+from api_server.metrics.usage import usage_route
 from api_server.release import release
 from api_server.state import ServerState
-from api_server.web import openapi
+from api_server.web import openapi, page
 from api_server.web.access import PUBLIC_PATHS, identify, public_paths
 from api_server.web.direct_router import DirectRouter
 from api_server.web.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
@@ -54,9 +67,6 @@ from shared import logs
 
 log = logging.getLogger("tokenyard")
 
-_ID_HEADERS = (b"x-request-id", b"traceparent")
-# W3C's trace context; a later version may have more fields.
-_TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _LAST_ANSWER = ((b"connection", b"close"),)
 # Probes: they come again soon, so an ended connection costs them nothing.
 _PROBES = PUBLIC_PATHS | {"/"}
@@ -83,19 +93,34 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         sglang_loads.route(),
         *sglang_sessions.routes(),
         openai_embeddings.route(),
+        openai_speech.route(),
+        *openai_images.routes(),
+        *openai_image_edits.routes(),
+        *transcriptions.routes(),
         *tei.routes(),
         sglang_encode.route(),
+        *ollama.routes(),
+        *kserve.routes(),
+        *openai_files.routes(),
+        *openai_batches.routes(),
+        *anthropic_batches.routes(),
         *pooling_routes.routes(),
         *health_routes(),
+        usage_route(),
         *further_routes,
     ]
     metrics = Metrics(server.model_name, generation_paths(routes))
-    server.observers.append(metrics)
+    figures = LiveFigures(server)
+    table = RequestTable()
+    server.observers += [metrics, figures, table, *([server.accounts] if server.keys.users else [])]
     descriptors.watchers.append(metrics.connection_refused)
-    described = [*routes, metrics_route(metrics)]
-    return Application(
-        server, [*described, *openapi.routes(described, release(), server.pooled_model is not None)], metrics
+    described = [*routes, metrics_route(metrics), live_route(figures), *request_routes(table)]
+    recognises = server.recogniser is not None
+    undescribed = openapi.routes(
+        described, release(), server.pooled_model is not None, recognises, server.speaking is not None, server.has_ears
     )
+    undescribed += page.routes() if server.settings.ui else []
+    return Application(server, [*described, *undescribed], metrics)
 
 
 class Application:
@@ -109,19 +134,20 @@ class Application:
         # Time of the last request other than a probe, while leaving; on time.monotonic's clock.
         self.asked_at = float("-inf")
         self.routes = list(routes)
-        self._router = DirectRouter(self.routes)
+        # The routes without ids, keys and pages around them, for requests from within.
+        self.router = DirectRouter(self.routes)
         origins = server.settings.cors_origins
         has_keys = bool(server.keys.users)
         self._public = public_paths(server.settings)
         self._served = allow_pages(self._serve, origins, self._public, has_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serve = self._served if scope["type"] == "http" else self._router
+        serve = self._served if scope["type"] == "http" else self.router
         await serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id, trace_id = _ids(scope)
-        logs.of_request.set({"request_id": request_id, **({"trace_id": trace_id} if trace_id else {})})
+        request_id = _request_id(scope)
+        logs.of_request.set({"request_id": request_id, **_trace(scope)})
         scope["state"] = {"server": self.server, "request_id": request_id}
         scope["app"] = self  # makes the router raise HTTPException instead of answering by itself
         header = (b"x-request-id", request_id.encode())
@@ -133,13 +159,16 @@ class Application:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], header, *(_LAST_ANSWER if self.leaving else ())]
+                # Those of the key's limits, if it has any.
+                further = [(name.encode(), text.encode()) for name, text in scope["state"].get("headers", {}).items()]
+                last = _LAST_ANSWER if self.leaving else ()
+                message["headers"] = [*message["headers"], header, *further, *last]
             return send(message)
 
         try:
             scope["state"]["caller"] = identify(self.server.keys, self._public, scope)
             _check_path(scope["path"])
-            await self._router(scope, receive, send_with_id)
+            await self.router(scope, receive, send_with_id)
         except RequestFailed as error:
             await discard_body(scope, receive)
             await self._keep_out(scope, error)(scope, receive, send_with_id)
@@ -186,22 +215,30 @@ class Application:
 
 def _check_path(path: str) -> None:
     """Refuses an empty name for a route that takes any: /v1/models/ is neither the list nor a model."""
-    if path.endswith("/") and path != "/":
+    if path.endswith("/") and path not in ("/", page.ROOT):
         raise HTTPException(404)
 
 
-def _ids(scope: Scope) -> tuple[str, str]:
-    """The client's x-request-id if it is fit for headers and logs, else a fresh one; and its trace's id, if any."""
-    given: dict[bytes, str] = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _ID_HEADERS}
-    request_id = given.get(b"x-request-id", "")
-    trace = _TRACE.fullmatch(given.get(b"traceparent", ""))
-    return request_id if _REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex, trace[1] if trace else ""
+def _request_id(scope: Scope) -> str:
+    """The client's x-request-id if it is fit for headers and logs, else a fresh one."""
+    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _trace(scope: Scope) -> dict[str, str]:
+    """The ids of the request's span, for log lines. Without traces of this server, its caller's span is passed on."""
+    span = trace_context.current.get()
+    if span is not None and span.made_here:
+        return {"trace_id": span.trace_id, "span_id": span.span_id}
+    span = trace_context.caller(scope["headers"])
+    trace_context.current.set(span)
+    return {} if span is None else {"trace_id": span.trace_id}
 
 
 def health_routes() -> list[BaseRoute]:
     """Routes for load balancers and orchestrators: cheap, and honest."""
     pages = {
-        "/": (_root, "That a server is here, as text"),
+        "/": (_root, "That a server is here, as text; browsers are sent to /ui/"),
         "/health": (_health, "200 while the engine is alive and makes progress, 503 otherwise"),
         "/ping": (_health, "The same, where SageMaker looks for it"),
         "/health_generate": (_health_generate, "200 when a token comes out of the engine, 503 otherwise"),
@@ -214,6 +251,10 @@ def health_routes() -> list[BaseRoute]:
 
 
 async def _root(call: Call) -> Response:
+    if ollama.is_at_home(call):
+        return ollama.greeting()
+    if call.server.settings.ui and page.prefers_html(call.headers.get("accept", "")):
+        return RedirectResponse(page.ROOT, 307, {"vary": "Accept"})
     return PlainTextResponse(
         f"tokenyard serves {', '.join(state.model_name for state in call.server.models)}. See /docs.\n"
     )

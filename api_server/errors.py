@@ -39,6 +39,8 @@ class ErrorKind(enum.StrEnum):
     FORBIDDEN = "forbidden"
     # Queues are full: the client should come back after `retry_after` seconds.
     OVERLOADED = "overloaded"
+    # The key has used what it may have in a minute: the client should come back after `retry_after` seconds.
+    RATE_LIMITED = "rate_limited"
     # The server cannot serve now (starting, restarting, draining).
     UNAVAILABLE = "unavailable"
     # The time limit that the request itself named has passed.

@@ -3,7 +3,8 @@
 It is either stopped (SIGTERM, SIGINT: the whole server ends) or retired (SIGQUIT: another process accepts from the same
 queue). In both cases answers say `Connection: close` from then on, and kept connections live on for a while, since a
 request may be on its way on any of them. A stopped process accepts for a bounded time while clients come, and accepts
-all connections in the listen queue before it closes the socket. Knows uvicorn's connections; does not know requests.
+all connections in the listen queue before it closes the socket (doors.py). Knows uvicorn's connections; does not know
+requests.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import uvicorn
 
 from api_server.app import Application
+from api_server.doors import Doors, accept_waiting, ignore_new
 from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from shared import liveness
@@ -32,6 +34,8 @@ QUIET_SECONDS = 2.0
 OPEN_SECONDS = 5.0
 # Time for a TLS handshake that has begun, which is not a connection yet.
 _HANDSHAKE_SECONDS = 0.5
+# Time for the handshakes of TCP that have begun when new ones are ignored.
+_SECONDS_FOR_HANDSHAKES = 0.1
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
@@ -39,10 +43,17 @@ class Leaving:
     """Waits for its order as one task, and ends `web` when nothing is left to do or time is up."""
 
     def __init__(
-        self, web: uvicorn.Server, application: Application, engines: list[EngineClient], delay: float, drain: float
+        self,
+        web: uvicorn.Server,
+        application: Application,
+        engines: list[EngineClient],
+        doors: Doors,
+        delay: float,
+        drain: float,
     ) -> None:
         """Serves requests for `delay` seconds after the order to stop; they then have `drain` seconds to end."""
         self._web = web
+        self._doors = doors
         self._application = application
         self._engines = engines
         self._stopping = False
@@ -109,16 +120,26 @@ class Leaving:
         """Stops accepting in this process; other processes with the socket go on."""
         while not self._web.started:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-        doors = [door.dup() for server in self._web.servers for door in server.sockets]
+        sockets = [door.dup() for server in self._web.servers for door in server.sockets]
         for server in self._web.servers:
             server.close()
-        for connection in (connection for door in doors for connection in _accept_waiting(door)):
-            self._application.asked_at = time.monotonic()
-            self._arriving.add(asyncio.create_task(self._set_up(connection)))
+        async with self._doors.closing() as is_last:
+            if is_last and self._stopping:
+                await self._end_queues(sockets)
+            for connection in (connection for door in sockets for connection in accept_waiting(door)):
+                self._application.asked_at = time.monotonic()
+                self._arriving.add(asyncio.create_task(self._set_up(connection)))
         if self._arriving:
             await asyncio.wait(self._arriving, timeout=QUIET_SECONDS)
         if self._web.config.ssl is not None:
             await asyncio.sleep(_HANDSHAKE_SECONDS)
+
+    async def _end_queues(self, sockets: list[socket.socket]) -> None:
+        """Lets no new connection into the listen queues, which the kernel breaks when they are closed."""
+        with contextlib.suppress(OSError):  # a kernel without filters: what comes in the last moment is broken
+            for door in sockets:
+                ignore_new(door)
+        await asyncio.sleep(_SECONDS_FOR_HANDSHAKES)
 
     async def _set_up(self, connection: socket.socket) -> None:
         """Sets up an accepted connection, as uvicorn does."""
@@ -139,12 +160,3 @@ class Leaving:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
             if not state.connections:
                 return
-
-
-def _accept_waiting(door: socket.socket) -> list[socket.socket]:
-    """The connections in the listen queue. The kernel breaks them when the socket is closed."""
-    arrived: list[socket.socket] = []
-    with door, contextlib.suppress(OSError):
-        while True:
-            arrived.append(door.accept()[0])
-    return arrived

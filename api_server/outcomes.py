@@ -12,6 +12,7 @@ class Outcome:
     INVALID = "invalid"
     UNAUTHORIZED = "unauthorized"
     OVERLOADED = "overloaded"
+    RATE_LIMITED = "rate_limited"
     UNAVAILABLE = "unavailable"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -21,6 +22,7 @@ _OF_KIND = {
     ErrorKind.UNAUTHORIZED: Outcome.UNAUTHORIZED,
     ErrorKind.FORBIDDEN: Outcome.UNAUTHORIZED,
     ErrorKind.OVERLOADED: Outcome.OVERLOADED,
+    ErrorKind.RATE_LIMITED: Outcome.RATE_LIMITED,
     ErrorKind.UNAVAILABLE: Outcome.UNAVAILABLE,
     ErrorKind.GENERATION_FAILED: Outcome.FAILED,
     ErrorKind.INTERNAL: Outcome.FAILED,

@@ -42,6 +42,7 @@ class Rotation:
             return
         for state in self._server.models:
             state.keys = keys
+        self._server.accounts.rotate(keys)
         self._context = context
         log.info("keys and certificates were read again")
 

@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from api_server import access_log
+from api_server.accounts.accounts import Accounts
+from api_server.accounts.ledger import Ledger
 from api_server.answers.formats import AnswerFormats
 from api_server.answers.observer import Observer
-from api_server.body.bodies import Bodies
+from api_server.batches.store import Store
+from api_server.body.bodies import MAX_BODY_BYTES, Bodies
 from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
 from api_server.engine.health import Health
 from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.client import MediaClient
+from api_server.media.clips import Clips
 from api_server.media.facts import ImageFacts
 from api_server.media.images import Images
+from api_server.media.originals import Originals
+from api_server.media.protocol import Start
 from api_server.text.late_interaction import TokenMarks, keep_whole, token_marks
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
+from api_server.text.speaking_model import SpeakingModel
 from api_server.text.text_batches import BatchTokenizer
 from api_server.text.tokenizer import Tokenizer
 from interfaces import NO_IMAGES, AdapterState, AdapterStatus
@@ -37,8 +44,13 @@ from shared.access_keys import AccessKeys
 from shared.adapter_paths import ANY_MODEL
 from shared.addresses import only_loopback
 from shared.fetch_hosts import FetchHosts
+from shared.listening import listens
+from shared.pixel_adapters import digests
 from shared.process_table import ProcessState
-from shared.settings import Settings, parse_memory
+from shared.recogniser_files import RecogniserFiles
+from shared.setting_checks import parse_memory
+from shared.settings import Settings
+from shared.tokenizer_files import read_json
 
 if TYPE_CHECKING:
     from api_server.chat.url_fetch import UrlFetcher
@@ -59,6 +71,10 @@ class ServerState:
     engine: EngineClient
     # What the model makes of texts; None for a model that generates.
     pooled_model: PooledModel | None = None
+    # The files of a model that transcribes speech; None for another.
+    recogniser: RecogniserFiles | None = None
+    # How texts become prompts of a model that generates speech tokens; None for another.
+    speaking: SpeakingModel | None = None
     # Observers of every generation (metrics).
     observers: list[Observer] = field(default_factory=list)
     formats: AnswerFormats = field(init=False)
@@ -70,12 +86,19 @@ class ServerState:
     uploaded_adapters: Path | None = None
     # The folder for tensors that come over HTTP; None without a supervisor.
     uploaded_weights: Path | None = None
+    # The folder for images that clients fetch by URL; None without a supervisor.
+    painted_images: Path | None = None
     # Makes the hashes of images; the same in all API processes of a server, and no client knows it.
     image_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     bodies: Bodies = field(default_factory=Bodies)
     # Counts refusals and estimates Retry-After.
     retry_after: RetryAfterEstimator = field(default_factory=RetryAfterEstimator)
     keys: AccessKeys = field(init=False)
+    # The file of the keys' accounts, which all API processes share; None: this process has its own.
+    accounts_file: Path | None = None
+    accounts: Accounts = field(init=False)
+    # The folder in which API processes keep their live figures; None: this process shows its own.
+    live_folder: Path | None = None
     # None where the operator has opened no host.
     url_fetcher: UrlFetcher | None = field(init=False)
     # The states of further models (setting `also`).
@@ -83,9 +106,15 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.keys = AccessKeys.of(self.settings)
+        self.accounts = Accounts(Ledger(self.accounts_file), self.keys)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
         self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
-        self.tokenizer.images = lambda: self.images if self.sees else None
+        self.tokenizer.images = lambda: self.images if self.sees or self.listens else None
+
+    @cached_property
+    def store(self) -> Store | None:
+        """The folder of files and batches; None where the operator has named none."""
+        return Store.of(self.settings)
 
     @property
     def models(self) -> list[ServerState]:
@@ -96,6 +125,8 @@ class ServerState:
         """Adds the state of a further model. Observers, keys, and the books of bodies and refusals are the server's."""
         other.observers = self.observers
         other.keys = self.keys
+        other.accounts.close()
+        other.accounts = self.accounts
         other.bodies = self.bodies
         other.retry_after = self.retry_after
         self.others.append(other)
@@ -140,34 +171,73 @@ class ServerState:
     def constraints(self) -> ConstraintCompiler:
         return ConstraintCompiler(self.tokenizer.grammar_vocabulary)
 
+    @cached_property
+    def pixel_adapters(self) -> dict[str, str]:
+        """Digests of the adapters of a model that paints, by name. Reads all of their files."""
+        return digests(self.settings.adapter_paths)
+
+    @cached_property
+    def originals(self) -> Originals:
+        """The images of requests that are painted anew. Made for a model that paints."""
+        return Originals(MediaClient({"edits": True}), self.engine.segments)
+
     @property
     def sees(self) -> bool:
-        """True when the workers take images."""
-        return self.engine.model.images != NO_IMAGES
+        """True when the workers take images. Those of a recogniser, and of a model that hears, are sounds."""
+        return self.recogniser is None and not self.has_ears and self.engine.model.images != NO_IMAGES
+
+    @property
+    def listens(self) -> bool:
+        """True when the workers take the sounds of conversations."""
+        return self.has_ears and self.engine.model.images != NO_IMAGES
+
+    @cached_property
+    def has_ears(self) -> bool:
+        """True when the model hears, whatever its workers take."""
+        return listens(read_json(self.settings.model, "config.json"))
+
+    @cached_property
+    def clips(self) -> Clips:
+        """The sound files of requests. Made for a model that transcribes."""
+        assert self.recogniser is not None
+        form = self.recogniser.mel
+        client = MediaClient({"model": self.settings.model, "mel": asdict(form)})
+        return Clips(
+            form,
+            client,
+            self.engine.segments,
+            self.image_key,
+            most_bytes=MAX_BODY_BYTES,
+            most_seconds=self.settings.max_audio_seconds,
+            observe=self._observe_clip,
+        )
 
     @cached_property
     def images(self) -> Images:
-        """The images of requests. Made for a model that sees."""
+        """The images, or the sounds, of requests. Made for a model that sees or listens."""
         most = self.settings.max_image_tokens or self._image_tokens()
         most_of_video = self.settings.max_video_tokens or most * _VIDEO_FACTOR
-        client = MediaClient({"model": self.settings.model, "most_tokens": most, "most_video_tokens": most_of_video})
+        start: Start = {"model": self.settings.model, "most_tokens": most, "most_video_tokens": most_of_video}
+        if self.has_ears:
+            start = {"model": self.settings.model, "most_seconds": self.settings.max_audio_seconds}
         most_bytes = parse_memory(self.settings.media_cache, "media_cache") or 0
         limits = (most, most_of_video)
         segments = self.engine.segments
         return Images(
             self.image_facts,
-            client,
+            MediaClient(start),
             limits,
             segments,
             most_bytes,
             self.image_key,
             observe=self._observe_image,
             most_videos=self.settings.limit_images,
+            heard=self._observe_clip,
         )
 
     @cached_property
     def image_facts(self) -> ImageFacts:
-        return ImageFacts(self.settings.model)
+        return ImageFacts(self.settings.model, self.has_ears)
 
     def _image_tokens(self) -> int:
         workers = self.engine.status.workers if self.engine.status else []
@@ -178,10 +248,15 @@ class ServerState:
         for observer in self.observers:
             observer.image(seconds)
 
-    async def close_images(self) -> None:
-        """Ends the process that reads images, if there is one."""
-        if "images" in self.__dict__:
-            await self.images.client.close()
+    def _observe_clip(self, seconds: float, took: float) -> None:
+        for observer in self.observers:
+            observer.clip(seconds, took)
+
+    async def close_media(self) -> None:
+        """Ends the processes that read images and sound, as far as there are any."""
+        for name in ("images", "clips", "originals"):
+            if name in self.__dict__:
+                await self.__dict__[name].client.close()
 
     @cached_property
     def batch_tokenizer(self) -> BatchTokenizer:
@@ -197,7 +272,12 @@ class ServerState:
 
     @property
     def task(self) -> str:
-        """The task of this server, as in the setting `task`."""
+        """The task of this server, as in the setting `task`, or "transcribe". One that generates speech tokens has
+        "speak"."""
+        if self.recogniser is not None:
+            return "transcribe"
+        if self.speaking is not None:
+            return "speak"
         return "generate" if self.pooled_model is None else self.pooled_model.task
 
     @cached_property
@@ -264,7 +344,7 @@ class ServerState:
     def check_family(self, pools: bool) -> None:
         """Raises RequestFailed(WRONG_TASK) where text is to be generated and the model pools, or the other way
         round."""
-        if pools == (self.pooled_model is not None):
+        if self.recogniser is None and pools == (self.pooled_model is not None):
             return
         does = f"{self.model_name!r} {IN_WORDS[self.task]} (task {self.task})"
         if pools:
@@ -273,6 +353,41 @@ class ServerState:
         else:
             remedy = f"start a server with --task generate for this route, or ask {ROUTES_OF_TASK[self.task]}"
             message = f"{does}, and this route needs a model that generates text: {remedy}"
+        raise RequestFailed(ErrorKind.WRONG_TASK, message)
+
+    @property
+    def speaks(self) -> bool:
+        """True when the model makes sound of texts."""
+        return self.speaking is not None or (self.pooled_model is not None and self.pooled_model.speech is not None)
+
+    def that_speaks(self, name: object) -> ServerState:
+        """The state of the model that a request for speech names; without a name, of the first that speaks.
+
+        Raises RequestFailed(MODEL_NOT_FOUND).
+        """
+        if name in (None, *ANY_MODEL):
+            return next((state for state in self.models if state.speaks), self)
+        return self.of_model(name, None)
+
+    def that_hears(self, name: str | None) -> ServerState:
+        """The state of the model that a request for a transcript names; without a name, of the first that hears.
+
+        Raises RequestFailed(MODEL_NOT_FOUND), and RequestFailed(WRONG_TASK) for a model that does not hear.
+        """
+        if name in (None, *ANY_MODEL):
+            able = (state for state in self.models if state.recogniser is not None or state.has_ears)
+            return next(able, self)._hearing()
+        named = next((state for state in self.models if name in (state.model_name, state.settings.model)), None)
+        if named is None:
+            self.check_model(str(name))
+        return (named or self)._hearing()
+
+    def _hearing(self) -> ServerState:
+        if self.recogniser is not None or self.has_ears:
+            return self
+        does = f"{self.model_name!r} {IN_WORDS[self.task]} (task {self.task})"
+        remedy = f"serve one, such as Whisper, for this route, or ask {ROUTES_OF_TASK[self.task]}"
+        message = f"{does}, and this route needs a model that transcribes speech: {remedy}"
         raise RequestFailed(ErrorKind.WRONG_TASK, message)
 
 

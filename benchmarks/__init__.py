@@ -1,4 +1,4 @@
-"""A closed-loop load generator for any OpenAI-compatible server: `python -m benchmarks --help`."""
+"""Our own figures: `python -m benchmarks --help`. The load generator is deploy/bench."""
 
 import os
 

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import server
-from benchmarks.client import Client, Form
 from benchmarks.plot import write_plot
 from benchmarks.report import Report, print_report, write_json
 from benchmarks.run import Load, Run, failed, measured_run
-from benchmarks.timeline import Timeline
-from benchmarks.workload import Workload
+from deploy.bench.client import Client, Form
+from deploy.bench.timeline import Timeline
+from deploy.bench.workload import Workload
 
 SHORT = {"requests": 8, "concurrency": 4, "prompt_tokens": 32, "output_tokens": 16, "warmup": 2, "time_limit": 120.0}
 WARMUP_SEED_OFFSET = 1_000_000

@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.client import Client
-from benchmarks.metrics import NOT_SENT, Distribution, steady_gaps
 from benchmarks.processes import WORKER
 from benchmarks.run import Run, measured_run
 from benchmarks.standard_work import StandardWork
-from benchmarks.timeline import CUT_OFF, Timeline
+from deploy.bench.client import Client
+from deploy.bench.metrics import NOT_SENT, Distribution, steady_gaps
+from deploy.bench.timeline import CUT_OFF, Timeline
 
 WARMUP_S = 60.0
 WARMUP_SEED_OFFSET = 1_000_000

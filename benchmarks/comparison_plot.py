@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.cells import PER_CPU, RATE, TEXTS, TEXTS_PER_CPU
 from benchmarks.comparison import Comparison, Spread
-from benchmarks.timeline import Timeline
+from deploy.bench.timeline import Timeline
 
 Samples = Callable[[Timeline], Sequence[float]]
 

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from benchmarks.cells import DISTURBED, FIGURES, OVERHEAD, PER_CPU, RATE, REUSE, TEXTS, TEXTS_PER_CPU, Cell, rate_of
 from benchmarks.comparison import Comparison, Spread
-from benchmarks.metrics import DEFINITIONS
 from benchmarks.report import NOT_MEASURED, machine, versions
+from deploy.bench.metrics import DEFINITIONS
 
 COMPARED = (RATE, PER_CPU, DISTURBED, TEXTS, TEXTS_PER_CPU)
 """The figures of which ratios are shown; the others stand beside them."""

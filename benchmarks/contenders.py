@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import server
-from benchmarks.client import Client, Form
+from benchmarks.encoder_words import AROUND, words
 from benchmarks.peers.peer import Peer, Start
 from benchmarks.processes import CpuTimes, freeze, thaw
 from benchmarks.standard_work import REQUEST_TIMEOUT_S, WORD_IDS, Needs
-from benchmarks.workload import PlannedRequest
+from deploy.bench.client import Client, Form
+from deploy.bench.workload import PlannedRequest
 
 OURS = "ours"
 POLL_S = 0.25
@@ -107,7 +108,7 @@ class Ours(Entrant):
         start = Start(command, {"OMP_NUM_THREADS": str(needs.threads)})
         coded = ("coded bfloat16",) if model.suffix == ".gguf" else ()
         server.compile_kernels(("encoder float32",) if needs.embeds else ("float32", "bfloat16", *coded))
-        form = Form(embeds=needs.embeds)
+        form = _asking(Form(), needs)
         async with _started(self.name, start, port, model.name, form, log, start_limit) as contender:
             yield contender
 
@@ -125,7 +126,7 @@ class Installed(Entrant):
     async def running(self, model: Path, needs: Needs, log: Path, start_limit: float) -> AsyncIterator[Contender]:
         port, own = server.free_port(), self._peer.prepared(model)
         start, name = self._peer.start(own, port, needs), self._peer.model_name(own)
-        form = replace(self._peer.form, embeds=needs.embeds)
+        form = _asking(self._peer.form, needs)
         async with _started(self.name, start, port, name, form, log, start_limit) as contender:
             contender.freezes = True
             yield contender
@@ -140,9 +141,14 @@ class AtUrl(Entrant):
     @contextlib.asynccontextmanager
     async def running(self, model: Path, needs: Needs, log: Path, start_limit: float) -> AsyncIterator[Contender]:
         name = await server.model_name(self.name, None)
-        client = Client(self.name, name, REQUEST_TIMEOUT_S, form=Form(embeds=needs.embeds))
+        client = Client(self.name, name, REQUEST_TIMEOUT_S, form=_asking(Form(), needs))
         await _first_answer(client, self.name, None, log, start_limit)
         yield Contender(self.name, client, None)
+
+
+def _asking(form: Form, needs: Needs) -> Form:
+    """The form, for vectors where the work is about those."""
+    return replace(form, embeds=words, tokens_around=AROUND) if needs.embeds else form
 
 
 @contextlib.asynccontextmanager

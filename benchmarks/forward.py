@@ -151,10 +151,10 @@ def machine(dtype: torch.dtype) -> Machine:
 
 
 def _best(action: Callable[[], object], seconds: float = 1.5) -> float:
-    return min(_times([action], seconds)[0])
+    return min(times_in_turns([action], seconds)[0])
 
 
-def _times(actions: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+def times_in_turns(actions: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
     """Durations of each action, in turns for about so many seconds each, five turns at least."""
     for action in actions:
         action()
@@ -172,15 +172,15 @@ def measure(runners: Mapping[str, ModelRunner], work: Work, seconds: float) -> d
     def action(runner: ModelRunner) -> Callable[[], object]:
         # A new batch each time, as in service: plans that belong to it are made anew.
         if work.greedy:
-            return lambda: _greedy_steps(runner, work)
+            return lambda: greedy_steps(runner, work)
         return lambda: runner.backend.logits(replace(work.batch))
 
-    times = _times([action(runner) for runner in runners.values()], seconds)
+    times = times_in_turns([action(runner) for runner in runners.values()], seconds)
     steps = GREEDY_STEPS if work.greedy else 1
     return {name: [duration / steps for duration in own] for name, own in zip(runners, times, strict=True)}
 
 
-def _greedy_steps(runner: ModelRunner, work: Work) -> None:
+def greedy_steps(runner: ModelRunner, work: Work) -> None:
     """Run greedy steps in a row, as an executor does: launched ahead where the backend does that."""
     rows = len(work.batch.logit_positions)
     if not runner.backend.overlaps:

@@ -9,6 +9,9 @@ Makes a Qwen3 of random weights (0.6 billion, or a tiny one), and
 
 Within a step the device may wait for kernels to be launched; that counts as busy here. Exits with 1 when the logits
 disagree and with 2 when there is no such device. `--device cpu --size tiny` runs the same without a GPU.
+
+`--all` measures and checks all that is worth a GPU's hour (benchmarks/gpu_hour.py), and writes a JSON file and a page;
+`--all --pretend` does so on a CPU, in seconds, with kernels that are interpreted: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -96,9 +99,9 @@ class Speed:
     busy: float
 
 
-def random_model(directory: Path, size: str) -> Path:
+def random_model(directory: Path, size: str, positions: int = 4096) -> Path:
     """A Qwen3 with weights wide enough that greedy tokens depend on the context."""
-    config = AutoConfig.for_model("qwen3", **SIZES[size], max_position_embeddings=4096, tie_word_embeddings=True)
+    config = AutoConfig.for_model("qwen3", **SIZES[size], max_position_embeddings=positions, tie_word_embeddings=True)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(6)
@@ -170,6 +173,7 @@ class Worker:
         sampler = SamplerRows(rows, loaded.vocab_size, loaded.device)
         sampler.warm_up()
         shared = DeviceStep(table, sampler, runner.backend, WorkerIdentity(0, 0))
+        self.backend: Any = runner.backend
         self._engine = Engine(shared, executors_for(shared, loaded.device.type))
         self._rows, self._prompt, self._output = rows, prompt, output
         self._blocks = -(-length // loaded.block_size)
@@ -179,12 +183,12 @@ class Worker:
     def measure(self, sampled: bool) -> Speed:
         """Prefills all rows, and takes the time of the decode steps that follow."""
         for start in range(0, self._rows, self._at_once):
-            self._begin(self._joining(range(start, min(start + self._at_once, self._rows)), sampled)).result()
+            self.begin(self.joining(range(start, min(start + self._at_once, self._rows)), sampled)).result()
         pending: deque[Pending] = deque()
         rows, busy, tokens = np.arange(self._rows, dtype=np.int32), 0, 0
         started = time.perf_counter()
         for i in range(self._output - 1):
-            pending.append(self._begin({"rows": rows}))
+            pending.append(self.begin({"rows": rows}))
             while len(pending) > (1 if i < self._output - 2 else 0):
                 result = pending.popleft().result()
                 busy, tokens = busy + result.device_us, tokens + len(result.tokens)
@@ -194,12 +198,12 @@ class Worker:
     def _at_once(self) -> int:
         return max(1, PREFILL_TOKENS // self._prompt)
 
-    def _begin(self, fields: dict[str, Any]) -> Pending:
+    def begin(self, fields: dict[str, Any]) -> Pending:
         self._steps += 1
         usual: dict[str, Any] = {"ntok": None, "new_blocks": NONE.reshape(0, 3), "drop": NONE, "joins": []}
         return self._engine.begin(Step(incarnation=1, epoch=0, step=self._steps, **usual | fields))
 
-    def _joining(self, rows: range, sampled: bool) -> dict[str, Any]:
+    def joining(self, rows: range, sampled: bool) -> dict[str, Any]:
         """A step that computes the whole prompts of new rows, which get all blocks that they will need."""
         rng = np.random.default_rng(rows.start)
         temperature, top_p = (1.0, 0.9) if sampled else (0.0, 1.0)
@@ -241,13 +245,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--prompt", type=int, default=128, help="tokens of each prompt")
     add("--output", type=int, default=256, help="tokens of each answer, three at least")
     add("--sampled", action="store_true", help="draw with top-p 0.9 instead of taking the largest logit")
+    add("--all", action="store_true", help="the whole hour: kernels, throughput, mixed steps, memory, faults")
+    add("--pretend", action="store_true", help="with --all: on a CPU, with a tiny model, to test the hour itself")
+    add("--out", type=Path, default=Path("bench-results"), help="folder for the files of --all")
     options = parser.parse_args(arguments)
+    if options.pretend and not options.all:
+        parser.error("--pretend belongs to --all: use --device cpu --size tiny for the short form")
     if options.output < 3:
         parser.error(f"--output must be at least 3, got {options.output}: the first token belongs to the prompt")
-    device = torch.device(options.device)
+    device = torch.device("cpu" if options.pretend else options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: torch sees none here (--device cpu --size tiny runs without one)", file=sys.stderr)
         return 2
+    if options.all:
+        from benchmarks import gpu_hour
+
+        return gpu_hour.run(device, options.model, options.dtype, options.pretend, options.out)
     console = Console(width=110)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model = options.model or random_model(Path(folder) / "model", options.size)

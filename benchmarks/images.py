@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import base64
 import io
-import json
 import statistics
 import string
 import sys
@@ -27,8 +26,8 @@ import aiohttp
 import numpy as np
 import orjson
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
+
+from benchmarks.figures import show
 
 ENCODED = "tokenyard_encoded_images_total"
 TIMEOUT_S = 600.0
@@ -244,14 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         print(f"images: {cause}", file=sys.stderr)
         return 1
-    if options.json:
-        print(json.dumps(figures))
-        return 0
-    table = Table("work", "figure", "value")
-    for name, values in figures.items():
-        for figure, value in values.items():
-            table.add_row(name, figure, f"{value:.3g}")
-    Console().print(table)
+    show(figures, options.json)
     return 0
 
 

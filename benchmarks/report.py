@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.metrics import DEFINITIONS, Distribution
 from benchmarks.processes import ROLES
 from benchmarks.run import Load, Run
 from benchmarks.server import ROOT
+from deploy.bench.metrics import DEFINITIONS, Distribution
 
 NOT_MEASURED = "-"
 

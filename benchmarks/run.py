@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.client import Client, Finished
-from benchmarks.metrics import Metrics, measure
 from benchmarks.processes import CpuTimes, per_thousand_tokens
-from benchmarks.timeline import Timeline
-from benchmarks.workload import Workload, plan
+from deploy.bench.client import Client, Finished
+from deploy.bench.metrics import Metrics, measure
+from deploy.bench.timeline import Timeline
+from deploy.bench.workload import Workload, plan
 
 INTRUDER_SEED_OFFSET = 500_000
 """Intruders must not share a prefix with the streams they disturb."""
@@ -78,7 +78,8 @@ async def _intrude(client: Client, workload: Workload, load: Load) -> list[Timel
         output_tokens=1,
         seed=workload.seed + INTRUDER_SEED_OFFSET,
     )
-    return await client.arrivals(plan(prompts), every, load.time_limit)
+    times = [every * i for i in range(1, prompts.requests + 1)]
+    return await client.arrivals(plan(prompts), times, load.time_limit)
 
 
 def failed(runs: Sequence[Run]) -> int:

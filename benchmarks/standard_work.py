@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.encoder_words import AROUND, ENCODERS, VOCABULARY
 from benchmarks.run import Intruder, Load
-from benchmarks.workload import Workload
+from deploy.bench.workload import Workload
 
 REQUEST_TIMEOUT_S = 600.0
 """Far beyond any cell's limit: what a cell cuts off has not failed."""

@@ -9,17 +9,14 @@ run (Ctrl-C, SIGTERM) is still saved and evaluated. Does not know the skills, no
 
 import argparse
 import copy
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -29,6 +26,7 @@ from demo_model.corpus import NO_EXERCISES, Corpus
 from demo_model.decoder import text_model
 from demo_model.evaluate import evaluate
 from demo_model.model_card import write_model_card
+from demo_model.run import Interruption, move, progress_bar, rate
 from demo_model.starting_weights import set_starting_weights
 from demo_model.train_tokenizer import MAX_LENGTH, load_tokenizer, save_tokenizer, train_tokenizer
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
@@ -80,13 +78,6 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def rate(progress: float) -> float:
-    """Share of the full learning rate: a short warm-up, a plateau, then down to zero in a straight line."""
-    if progress < WARM_UP:
-        return (progress + 1e-3) / (WARM_UP + 1e-3)
-    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
-
-
 def continued_model(folder: Path) -> LlamaForCausalLM:
     """The weights of an earlier run, in the precision that training needs."""
     attention.register()
@@ -96,15 +87,17 @@ def continued_model(folder: Path) -> LlamaForCausalLM:
     return cast(LlamaForCausalLM, model)
 
 
-def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers (it needs fewer tokens than AdamW), AdamW for embeddings and norms."""
+def optimizers(model: LlamaForCausalLM) -> dict[torch.optim.Optimizer, float]:
+    """Muon for the matrices of the layers (it needs fewer tokens than AdamW), AdamW for embeddings and norms.
+
+    Each has its full rate.
+    """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in taken]
-    return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4),
-        torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), eps=VECTOR_EPSILON, weight_decay=0.0),
-    ]
+    muon = torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4)
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.98), eps=VECTOR_EPSILON, weight_decay=0.0)
+    return {muon: MATRIX_RATE, adamw: VECTOR_RATE}
 
 
 def backward(model: LlamaForCausalLM, batch: Batch, learned: int) -> float:
@@ -130,23 +123,22 @@ class Training:
         self._options = options
         self._tokenizer = tokenizer
         self._console = console
-        self._optimizers = optimizers(self.model)
+        self._rates = optimizers(self.model)
         # A second run moves less, meets documents that the first has not met, and needs no exercises.
         self._full = CONTINUED_SHARE if options.start_from else 1.0
         corpus = Corpus(options.seed + 1, drawn=NO_EXERCISES) if options.start_from else Corpus(options.seed)
         self._batches = Batches(corpus, tokenizer)
-        self.was_stopped = False
+        self._interruption = Interruption()
 
     def run(self) -> None:
         """Steps until the time is used up. A pause of the process (a stop signal, a sleeping laptop) does not count."""
         limit, worked, saved = self._options.minutes * 60, 0.0, 0.0
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        with self._bar() as bar:
+        with self._interruption, progress_bar(self._console) as bar:
             task, last = bar.add_task("train", total=1.0, note=""), time.monotonic()
             for batches in self._until_stopped():
                 if worked >= limit:
                     break
-                loss = self._step(batches, self._full * rate(worked / limit))
+                loss = self._step(batches, self._full * rate(worked / limit, WARM_UP, DECAY_FROM))
                 now = time.monotonic()
                 worked, last = worked + min(now - last, LONGEST_STEP_SECONDS), now
                 note = f"step {self.steps}, {self.tokens / 1e6:.2f} M tokens, {self.tokens / worked:.0f} tokens/s"
@@ -156,11 +148,10 @@ class Training:
                 if worked - saved > SAVE_EVERY_SECONDS:
                     saved = worked
                     save(self.model, self._tokenizer, self._options.output)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        self.was_stopped = True
+    @property
+    def was_stopped(self) -> bool:
+        return self._interruption.was_asked_for
 
     def _until_stopped(self) -> Iterator[list[Batch]]:
         for batches in self._batches.steps(STEP_TOKENS, BATCH_TOKENS):
@@ -168,25 +159,10 @@ class Training:
                 return
             yield batches
 
-    def _bar(self) -> Progress:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        return Progress(*columns, console=self._console)
-
     def _step(self, batches: list[Batch], share: float) -> float:
         learned = sum(batch.learned for batch in batches)
         loss = sum(backward(self.model, batch, learned) for batch in batches)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer, full in zip(self._optimizers, (MATRIX_RATE, VECTOR_RATE), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = full * share
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        move(list(self.model.parameters()), self._rates, share)
         self.steps += 1
         self.tokens += sum(int(batch.ids.size) for batch in batches)
         return loss

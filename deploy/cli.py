@@ -14,6 +14,7 @@ from typing import Any
 
 import setproctitle
 
+from deploy.bench import flags as bench
 from deploy.chat import chat
 from deploy.doctor import doctor
 from deploy.serve import serve
@@ -44,8 +45,7 @@ exit status: 0 after a signal, 1 when a process could not be kept alive, 2 for a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = read(sys.argv[1:] if argv is None else argv)
     try:
         status: int = arguments.run(arguments)
     except SettingsError as error:
@@ -56,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads a command line. SystemExit where it is none, or asks for help."""
+    given = list(argv)
+    return _parser().parse_args([bench.PLOT, *given[2:]] if given[:2] == ["bench", "plot"] else given)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     _add_worker(commands)
+    _add_top(commands)
+    bench.add(commands)
+    _add_ray(commands)
     _add_inquiries(commands)
     diagnose = commands.add_parser("doctor", help="check this machine, and say what to do")
     diagnose.add_argument("--port", type=int, default=8000, help="port that a server would use (default: 8000)")
@@ -128,12 +137,36 @@ def _add_worker(commands: Any) -> None:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("endpoint", metavar="tcp://ADDRESS:PORT", help="the server's --worker-endpoint")
-    parser.add_argument("--index", type=int, required=True, help="number of this worker, which no other has")
+    parser.add_argument(
+        "--index",
+        type=int,
+        default=None,
+        help="number of this worker (default: the server gives it one); a second machine that is started with the same "
+        "number stands by until the first has gone",
+    )
     for setting in dataclasses.fields(Settings):
         wanted = setting.metadata["group"] in ("model", "capacity") or setting.name in ("curve_keys", "log_level")
         if wanted and setting.name not in _REPEATED:
             _add_setting(parser, setting)
     parser.set_defaults(run=_worker)
+
+
+def _add_ray(commands: Any) -> None:
+    orders = commands.add_parser("ray", help="serve with the nodes of a Ray cluster").add_subparsers(required=True)
+    parser = orders.add_parser(
+        "up",
+        help="start a server here, and its workers on the cluster's nodes",
+        description="Connects to the cluster of RAY_ADDRESS (or of this machine), starts a server without a device "
+        "here, and keeps its workers running on the nodes. MODEL must be readable there.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers of one device each (default: 1)")
+    parser.add_argument("--cpus", type=int, default=4, metavar="N", help="cores of each worker (default: 4)")
+    parser.add_argument("--gpus-per-worker", type=int, default=0, metavar="N", help="GPUs of each, 0 or 1 (default: 0)")
+    for setting in dataclasses.fields(Settings):
+        if setting.name not in ("devices", "curve_keys", "also"):
+            _add_setting(parser, setting)
+    parser.set_defaults(run=_ray_up)
 
 
 def _add_inquiries(commands: Any) -> None:
@@ -173,6 +206,39 @@ def _worker(arguments: argparse.Namespace) -> int:
     return work(resolve(flags, os.environ).settings, arguments.endpoint, arguments.index)
 
 
+def _add_top(commands: Any) -> None:
+    parser = commands.add_parser("top", help="watch a running server: requests, tokens, KV cache, queue, workers")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{_KEY_VARIABLE}]")
+    parser.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds between frames (default: 1)")
+    parser.add_argument("--once", action="store_true", help="print the figures once, and leave")
+    parser.set_defaults(run=_top)
+
+
+def _seconds(text: str) -> float:
+    if not 0.1 <= (value := float(text)) <= 3600:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.1 to 3600, got {text}")
+    return value
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from deploy.top import top
+
+    key = arguments.api_key or os.environ.get(_KEY_VARIABLE, "")
+    if arguments.api_key:
+        setproctitle.setproctitle("tokenyard top (arguments hidden: they had a key)")
+    return top(arguments.url, key, arguments.every, arguments.once)
+
+
+def _ray_up(arguments: argparse.Namespace) -> int:
+    from deploy.ray_cluster import Wanted, up
+
+    wanted = Wanted(arguments.workers, arguments.cpus, arguments.gpus_per_worker)
+    settings = resolve(_typed(arguments), os.environ, config_file()).settings
+    _forget_secrets(arguments)
+    return up(settings, wanted)
+
+
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk to a running server in the terminal")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
@@ -191,9 +257,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
-    for name in _REPEATED.keys() & flags.keys():
-        flags[name] = ",".join(flags[name])
+    flags = _typed(arguments)
     environ = dict(os.environ)
     config = getattr(arguments, "config", None) or config_file()
     resolved = resolve(flags, environ, config)
@@ -202,6 +266,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 0
     _forget_secrets(arguments)
     return serve(resolved.settings, lambda: resolve(flags, environ, config).settings)
+
+
+def _typed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that were typed, by name."""
+    flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
+    return flags | {name: ",".join(flags[name]) for name in _REPEATED.keys() & flags.keys()}
 
 
 def _forget_secrets(arguments: argparse.Namespace) -> None:

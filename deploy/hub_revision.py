@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from shared.pixel_files import INDEX as PIPELINE_INDEX
 from shared.settings import SettingsError
 
 _PINNED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)@(?P<revision>[\w][\w./-]*)", re.ASCII)
@@ -33,7 +34,7 @@ def snapshot(name: str, revision: str) -> Path:
         raise SettingsError(
             f"model '{name}@{revision}' is neither in the local cache nor can it be downloaded: {reason}"
         ) from error
-    if not (folder / "config.json").is_file():
+    if not any((folder / file).is_file() for file in ("config.json", PIPELINE_INDEX)):
         raise SettingsError(f"model '{name}@{revision}' has no config.json in {folder}: download all of its files")
     return folder
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from deploy.hub_revision import cached_adapter, hub_revision, snapshot
 from shared.adapter_paths import check_files, folders_of
 from shared.load_errors import missing_weights
+from shared.pixel_adapters import adapter_file
+from shared.pixel_files import INDEX as PIPELINE_INDEX
+from shared.pixel_files import is_pipeline
 from shared.settings import Settings, SettingsError
 
 EMBEDDED_NAME = "tokenyard-demo"
@@ -29,7 +32,7 @@ def resolve_model(settings: Settings) -> Settings:
         return gguf
     path = Path(settings.model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / name).is_file() for name in ("config.json", PIPELINE_INDEX)):
             raise SettingsError(
                 f"model {settings.model!r} cannot be served: it is a folder without config.json, so not a Hugging Face "
                 f"model; {missing_weights(path)}"
@@ -99,7 +102,10 @@ def resolve_adapters(settings: Settings) -> Settings:
         try:
             folder = (cached_adapter(path) or Path(path).expanduser()).resolve()
             # The hub's cache consists of links. Which of them are followed is the worker's to say.
-            check_files(folder, links=True)
+            if is_pipeline(settings.model):
+                adapter_file(folder)
+            else:
+                check_files(folder, links=True)
         except (ValueError, OSError) as error:
             raise SettingsError(f"lora {name}={path}: {error}") from None
         found[name] = str(folder)

@@ -1,4 +1,4 @@
-"""`LLM`: text, chats, vectors, scores and labels from a model within this process, without a server.
+"""`LLM`: text, chats, vectors, scores, labels, speech and images from a model within this process, without a server.
 
 Joins the tokenizer of the API server to the pipelines of the worker, and keeps the batch full. Requests get the tokens
 that they get from a server.
@@ -19,7 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_server.generation.offline_tokenizer import TextReader, TextTokenizer
+from api_server.pixels.wish import Wish
+from deploy.offline_images import TextPainter
 from deploy.offline_pooling import TextPooler
+from deploy.offline_speech import Sound, TextSpeaker
+from deploy.offline_speech_tokens import TokenSpeaker
 from interfaces import (
     GenerationStatus,
     RequestID,
@@ -31,6 +35,7 @@ from interfaces import (
 )
 from model_worker.pipelines.text import TextPipeline
 from shared.pooling_files import task_of
+from shared.speech_tokens import SpeechTokenFiles
 
 T = TypeVar("T")
 
@@ -74,9 +79,9 @@ class LLM:
     """A model of a Hugging Face directory or hub name. Do not use it from two threads at once.
 
     `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory,
-    kv_dtype, logit_processors. `adapters` are directories of LoRA adapters for text, by name. The model is loaded by
-    the first call that needs it, once for text and once for each other task; ValueError gives the reason when it cannot
-    be.
+    kv_dtype, logit_processors, speculate. `adapters` are directories of LoRA adapters for text, by name. The model is
+    loaded by the first call that needs it, once for text and once for each other task; ValueError gives the reason
+    when it cannot be.
     """
 
     def __init__(self, model: str | Path, *, adapters: Mapping[str, str | Path] | None = None, **options: Any) -> None:
@@ -151,8 +156,26 @@ class LLM:
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._pooler("classify").labels(several, truncate) if several else []
 
+    def speak(self, text: str, voice: str | None = None, speed: float = 1.0, seed: int = 0) -> Sound:
+        """Speak a text with a model that can. A seed gives the samples that a server gives for it.
+
+        ValueError names what is wrong with the text or the voice.
+        """
+        return self._speaker.speak(text, voice, speed, seed)
+
+    def paint(self, prompt: str, n: int = 1, **options: Any) -> list[NDArray[np.uint8]]:
+        """Paint images [height, width, 3] with a pipeline that can. A seed gives the images that a server gives for it.
+
+        `options` are negative_prompt, size ("auto", or as in "512x768"), steps, guidance_scale and seed. ValueError
+        names what is wrong with one.
+        """
+        return self._painter.paint(Wish(prompt=prompt, count=n, **options))
+
     def close(self) -> None:
         """End the threads and processes that were started. Idempotent."""
+        speaker = self.__dict__.pop("_speaker", None)
+        if isinstance(speaker, TokenSpeaker):
+            speaker.close()
         pipeline, tokenizer = self.__dict__.pop("_texts", (None, None))
         if pipeline is not None:
             tokenizer.close()
@@ -174,6 +197,16 @@ class LLM:
         for name, path in self._adapters.items():
             pipeline.load_adapter(name, path)
         return pipeline, TextTokenizer.load(self._model, pipeline.max_length)
+
+    @cached_property
+    def _speaker(self) -> TextSpeaker | TokenSpeaker:
+        if SpeechTokenFiles.read(self._model) is not None:
+            return TokenSpeaker(self._model, self._texts[0])
+        return TextSpeaker(self._model, self._options)
+
+    @cached_property
+    def _painter(self) -> TextPainter:
+        return TextPainter(self._model, self._options)
 
     @cached_property
     def _task(self) -> str:

@@ -6,7 +6,6 @@ Knows one checkpoint and one task. Knows neither requests nor a server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ class TextPooler:
         self._model = PooledModel(task_of(model, task), files)
         chosen = {name: options[given] for given, name in _OPTIONS.items() if given in options}
         self._pooler = load_pooling(model, task=task, **chosen)
-        self._tokenizer = Tokenizer.load(str(Path(model) / files.transformer_path) if files.transformer_path else model)
+        self._tokenizer = Tokenizer.load(files.tokenizer_source)
         self._batches = BatchTokenizer(self._tokenizer.backend, self._tokenizer.has_token_types)
 
     def embed(
@@ -52,7 +51,8 @@ class TextPooler:
             batch = self._batches.texts(prompted, self._bounds("texts", truncate))
         except RequestFailed as error:
             raise ValueError(error.message) from None
-        return self._run(batch, PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
+        route = self._model.files.route(prompt_name)
+        return self._run(batch, PoolingTask.EMBED, dimensions=dimensions, normalize=normalize, route=route)
 
     def scores(self, query: str, documents: Sequence[str], instruction: str | None) -> NDArray[np.float32]:
         """Return the score of each document, from 0 to 1. A document that is too long is cut."""

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.pooling_files import task_of
+from shared.recogniser_files import is_speech
 from shared.settings import Settings
+from shared.tokenizer_files import read_json
 
 _SECONDS_BETWEEN_TRIES = 0.05
 _SECONDS_PER_TRY = 2.0
@@ -29,6 +31,8 @@ _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "rerank": ("/v1/rerank", {"query": "Who is there?", "documents": ["Hello!", "A train."]}),
     "classify": ("/classify", _TEXT),
     "classify_tokens": ("/pooling", _TEXT),
+    "speak": ("/v1/audio/speech", {"input": "Hello!", "response_format": "wav"}),
+    "paint": ("/v1/images/generations", {"prompt": "A red train in the rain"}),
 }
 
 
@@ -41,9 +45,11 @@ def url_of(settings: Settings) -> str:
 
 def example(settings: Settings) -> str:
     """Return a curl line that works as pasted."""
+    key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if settings.api_key else ""
+    if Path(settings.model).is_dir() and is_speech(read_json(settings.model, "config.json")):
+        return f"curl {url_of(settings)}/v1/audio/transcriptions{key} -F file=@speech.wav"
     path, fields = _EXAMPLES.get(_task(settings), _EXAMPLES["generate"])
     data = shlex.quote(json.dumps({"model": settings.public_model_name, **fields}, ensure_ascii=False))
-    key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if settings.api_key else ""
     return f"curl {url_of(settings)}{path} -H 'Content-Type: application/json'{key} -d {data}"
 
 

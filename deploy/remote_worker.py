@@ -6,7 +6,6 @@ Knows which files go where and which process is started. The authentication of p
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from pathlib import Path
 
 from deploy.child import ChildSpec
@@ -19,12 +18,13 @@ from deploy.serve import (
     resolve_devices,
     sweep_shared_memory,
     worker_hang_seconds,
+    worker_specs,
 )
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
-from interfaces import EPOCHS_OF_A_SUPERVISOR
 from shared import curve
 from shared.resources import usable_cores, visible_cores
+from shared.setting_forms import local_devices
 from shared.settings import Settings, SettingsError
 
 
@@ -37,14 +37,17 @@ def make_keys(folder: Path, peer: str) -> int:
         return 0
     carried = curve.make_peer_keys(folder, peer)
     print(f"{peer} may connect. Move {carried} to that machine (it has a secret: leave no copy here) and start there")
-    print("  tokenyard worker tcp://THIS_MACHINE:5600 MODEL --index N --curve-keys FOLDER")
+    print("  tokenyard worker tcp://THIS_MACHINE:5600 MODEL --curve-keys FOLDER")
     return 0
 
 
-def work(settings: Settings, endpoint: str, index: int) -> int:
-    """Run one worker for a scheduler elsewhere until a signal. Returns the exit status of the process."""
+def work(settings: Settings, endpoint: str, index: int | None) -> int:
+    """Run one worker for a scheduler elsewhere until a signal. Returns the exit status of the process.
+
+    Without an index the scheduler gives it one.
+    """
     settings = resolve_devices(resolve_model(settings))
-    if "," in settings.devices:
+    if len(local_devices(settings.devices)) != 1:
         raise SettingsError(f"devices must name one device here, got {settings.devices!r}; start one worker for each")
     folder = Path(settings.curve_keys).expanduser().resolve()
     curve.check_peer_keys(folder)
@@ -54,21 +57,20 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
         keep_settings(directory, settings)
         environment = common_environment(directory)
         if settings.devices == "cpu":
-            environment |= cpu_share(1, usable_cores(), visible_cores())
-        role = f"model_worker:{index}"
+            environment |= cpu_share(settings.tensor_parallel, usable_cores(), visible_cores())
+        role = "model_worker:remote" if index is None else f"model_worker:{index}"
+        wanted = ("--index", str(-1 if index is None else index))
         spec = ChildSpec(
             role,
-            command(role, directory, "--index", str(index), "--device", settings.devices, "--connect", endpoint),
+            command(role, directory, *wanted, "--device", settings.devices, "--connect", endpoint),
             environment,
             settings.devices,
             counts_starts=True,
-            # Not those of any other supervisor, this one's predecessor included; clocks may go back.
-            first_epoch=(1 + secrets.randbelow(2**31)) * EPOCHS_OF_A_SUPERVISOR,
             forks=settings.devices == "cpu",
             hang_seconds=worker_hang_seconds(settings),
-            stack_file=str(directory.stack_file(f"model_worker:{index}")),
+            stack_file=str(directory.stack_file(role)),
         )
         try:
-            return Supervisor([spec], timeline).run()
+            return Supervisor(worker_specs(spec, settings.tensor_parallel), timeline).run()
         finally:
             timeline.close()

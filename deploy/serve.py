@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from deploy import credentials, machine
 from deploy.child import ChildSpec
-from deploy.listener import listen
+from deploy.listener import close_all, listening
 from deploy.model_paths import resolve_adapters, resolve_further_models, resolve_model
 from deploy.readiness import Announcer
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
@@ -34,8 +34,10 @@ from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
 from shared.liveness import role_option
+from shared.otel_settings import OtelMetricsSettings, OtelSettings
 from shared.process_table import ProcessState
 from shared.resources import usable_cores, visible_cores
+from shared.setting_forms import local_devices
 from shared.settings import Settings, SettingsError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -44,6 +46,8 @@ _OPEN_FILES_WANTED = 65536
 _SECONDS_AFTER_DRAIN = 6.0
 _ERRORS_KEPT = 50
 _SECONDS_TO_STOP = 10.0
+# A rank of a group waits for others, which may be stopped.
+_SECONDS_TO_STOP_A_RANK = 5.0
 # An API process or a scheduler that has not come round its loop for so many seconds is replaced.
 HANG_SECONDS = 30.0
 
@@ -55,8 +59,10 @@ def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> i
     """
     settings = with_digests(credentials.resolve_tls(resolve_devices(resolve_further_models(resolve_model(given)))))
     settings = resolve_adapters(resolve_curve(settings))
+    OtelMetricsSettings.of(os.environ)
+    OtelSettings.of(os.environ)  # an environment that cannot work is refused here, and not by each API process
     _raise_open_files_limit()
-    with listen(settings.host, settings.port) as listener, private_run_directory(parent_directory()) as directory:
+    with listening(settings) as listeners, private_run_directory(parent_directory()) as directory:
         keep_settings(directory, settings)
         try:
             further_models = of_further_models(settings, directory)
@@ -65,11 +71,11 @@ def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> i
         for further, place in further_models:
             place.path.mkdir(0o700)
             keep_settings(place, further)
-        return _supervise(settings, directory, listener, given_now or (lambda: given))
+        return _supervise(settings, directory, listeners, given_now or (lambda: given))
 
 
 def _supervise(
-    settings: Settings, directory: RunDirectory, listener: socket.socket, given_now: Callable[[], Settings]
+    settings: Settings, directory: RunDirectory, listeners: list[socket.socket], given_now: Callable[[], Settings]
 ) -> int:
     announcer = Announcer(settings, lambda: _scheduler_problem(directory))
     timeline = _Chronicle(
@@ -77,7 +83,8 @@ def _supervise(
         on_ready=lambda: announcer.start(timeline.say),
         on_exit=lambda pid: _forget(pid, directory),
         form=settings.log_format,
-        on_stopping=listener.close,  # from now on the API processes alone say how long connections are accepted
+        # From now on the API processes alone say how long connections are accepted.
+        on_stopping=lambda: close_all(listeners),
     )
     sweep_shared_memory()
     for each in (settings, *(further for further, _ in of_further_models(settings, directory))):
@@ -86,7 +93,7 @@ def _supervise(
         timeline.say("WARNING", text)
     kept = credentials.Credentials(settings, directory, given_now, timeline.say)
     try:
-        specs = child_specs(settings, directory, listener.fileno())
+        specs = child_specs(settings, directory, *(listener.fileno() for listener in listeners))
         return Supervisor(specs, timeline, on_hangup=kept.read_again).run()
     finally:
         announcer.stop()
@@ -169,6 +176,8 @@ def resolve_devices(settings: Settings) -> Settings:
     SettingsError for a GPU that this build of torch, or this machine, does not have. (A machine without any may be one
     whose driver is still being loaded: the worker judges that.)
     """
+    if settings.devices == "none":
+        return settings
     wanted = [device for device in settings.devices.split(",") if device.startswith("cuda:")]
     if wanted and machine.torch_version().endswith("+cpu"):
         raise SettingsError(
@@ -199,19 +208,25 @@ def resolve_curve(settings: Settings) -> Settings:
     return dataclasses.replace(settings, curve_keys=str(folder))
 
 
-def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> list[ChildSpec]:
+def child_specs(settings: Settings, directory: RunDirectory, *listeners: int) -> list[ChildSpec]:
     """List the processes of one server, in the order of their dependence: stopping goes backwards.
 
-    `listener` is the descriptor of the listening socket.
+    `listeners` are the descriptors of the listening sockets.
     """
-    devices = settings.devices.split(",")
+    devices = local_devices(settings.devices)
+    ranks = settings.tensor_parallel
     common = common_environment(directory)
     served = [
         ("", settings, directory),
         *((f"{s.served_model_name}:", s, d) for s, d in of_further_models(settings, directory)),
     ]
-    sharing = ("--models", str(len(served))) if len(served) > 1 else ()
-    worker = {**common, **cpu_share(devices.count("cpu") * len(served), usable_cores(), visible_cores())}
+    doors = [word for listener in listeners for word in ("--listener", str(listener))]
+
+    def sharing(device: str) -> tuple[str, ...]:
+        workers = len(served) * (devices.count(device) if device.startswith("cuda") else 1)
+        return ("--models", str(workers)) if workers > 1 else ()
+
+    worker = {**common, **cpu_share(devices.count("cpu") * len(served) * ranks, usable_cores(), visible_cores())}
     return [
         *(
             ChildSpec(
@@ -226,37 +241,60 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
             for name, _, place in served
         ),
         *(
-            ChildSpec(
-                f"model_worker:{name}{index}",
-                command(f"model_worker:{index}", place, "--index", str(index), "--device", device, *sharing),
-                worker if device == "cpu" else common,
-                device,
-                counts_starts=True,
-                stop_seconds=_SECONDS_TO_STOP,
-                # CUDA cannot be used by the fork of a process that has touched it, and an import may do that.
-                forks=device == "cpu",
-                hang_seconds=worker_hang_seconds(of_model),
-                stack_file=str(place.stack_file(f"model_worker:{index}")),
-                model=name,
-            )
+            spec
             for name, of_model, place in served
             for index, device in enumerate(devices)
+            for spec in worker_specs(
+                ChildSpec(
+                    f"model_worker:{name}{index}",
+                    command(
+                        f"model_worker:{index}", place, "--index", str(index), "--device", device, *sharing(device)
+                    ),
+                    worker if device == "cpu" else {**common, **beside_gpu()},
+                    device,
+                    counts_starts=True,
+                    stop_seconds=_SECONDS_TO_STOP,
+                    # CUDA cannot be used by the fork of a process that has touched it, and an import may do that.
+                    forks=device == "cpu",
+                    hang_seconds=worker_hang_seconds(of_model),
+                    stack_file=str(place.stack_file(f"model_worker:{index}")),
+                    model=name,
+                ),
+                of_model.tensor_parallel,
+            )
         ),
         *(
             ChildSpec(
                 f"api_server:{index}",
-                command(f"api_server:{index}", directory, "--index", str(index), "--listener", str(listener)),
+                command(f"api_server:{index}", directory, "--index", str(index), *doors),
                 common,
                 stop_seconds=settings.drain_delay + settings.drain_timeout + _SECONDS_AFTER_DRAIN,
                 rereads=True,
                 rolling=True,
-                pass_fds=(listener,),
+                pass_fds=listeners,
                 hang_seconds=HANG_SECONDS,
                 stack_file=str(directory.stack_file(f"api_server:{index}")),
             )
             for index in range(settings.api_servers)
         ),
     ]
+
+
+def worker_specs(worker: ChildSpec, ranks: int) -> list[ChildSpec]:
+    """Return the processes of a worker: itself, or a group of ranks that live and end together."""
+    if ranks == 1:
+        return [worker]
+    first = dataclasses.replace(worker, group=worker.name, stop_seconds=_SECONDS_TO_STOP_A_RANK)
+    others = (
+        dataclasses.replace(
+            first,
+            name=f"{worker.name}.{rank}",
+            argv=[*worker.argv, "--rank", str(rank)],
+            stack_file=worker.stack_file.removesuffix(".stack") + f".{rank}.stack",
+        )
+        for rank in range(1, ranks)
+    )
+    return [first, *others]
 
 
 def worker_hang_seconds(settings: Settings) -> float:
@@ -308,6 +346,14 @@ def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str
     if share == visible or "OMP_NUM_THREADS" in environ:
         return {}
     return {"OMP_NUM_THREADS": str(share), "NUMBA_NUM_THREADS": str(share)}
+
+
+def beside_gpu(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Keep a GPU's worker to one thread, as environment variables, unless the operator has chosen.
+
+    The little that it computes on the CPU is no faster on many threads, and these would take others' cores.
+    """
+    return {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
 
 
 def _raise_open_files_limit() -> None:

@@ -13,15 +13,20 @@ if TYPE_CHECKING:
     from interfaces.base.log_probabilities import LogProbabilities as LogProbabilities
     from interfaces.base.request_id import *
     from interfaces.base.status import *
+    from interfaces.context.codec_windows import CodecContext as CodecContext
+    from interfaces.context.codec_windows import CodecFacts as CodecFacts
     from interfaces.context.grammar_state import GrammarEnforcementSnapshot as GrammarEnforcementSnapshot
     from interfaces.context.grammar_state import GrammarState as GrammarState
     from interfaces.context.images import ImageMetadata as ImageMetadata
     from interfaces.context.media import *
+    from interfaces.context.painting import PATCH_SIDE as PATCH_SIDE
+    from interfaces.context.painting import PaintingContext as PaintingContext
     from interfaces.context.pooling import PoolingContext as PoolingContext
     from interfaces.context.pooling import PoolingTask as PoolingTask
     from interfaces.context.pooling import TokenMark as TokenMark
     from interfaces.context.protocols import *
     from interfaces.context.stopping import EOSTracker as EOSTracker
+    from interfaces.context.synthesis import SynthesisContext as SynthesisContext
     from interfaces.context.text import TextContext as TextContext
     from interfaces.context.tokens import *
     from interfaces.context.vision import TextAndVisionContext as TextAndVisionContext
@@ -54,17 +59,19 @@ if TYPE_CHECKING:
     from interfaces.wire.shared_memory import Segments as Segments
     from interfaces.wire.shared_memory import Shareable as Shareable
     from interfaces.wire.shared_memory import SharedMemoryArray as SharedMemoryArray
+    from interfaces.wire.shared_memory import SharedMemoryError as SharedMemoryError
     from interfaces.wire.shared_memory import fill as fill
+    from interfaces.wire.shared_memory import mapped as mapped
     from interfaces.wire.shared_memory import sweep_segments as sweep_segments
 
 _PUBLIC = """
 base.log_probabilities: LogProbabilities
 base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
 base.status: BatchType GenerationStatus InputModality SchedulerStatus
-wire.codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
+wire.codec: VersionError WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
 wire.handover: Handover
-wire.shared_memory: MESSAGE_THRESHOLD Segments Shareable SharedMemoryArray fill sweep_segments
-request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction
+wire.shared_memory: MESSAGE_THRESHOLD Segments Shareable SharedMemoryArray SharedMemoryError fill mapped sweep_segments
+request.chat: ImageContentPart MessageContent SoundContentPart TextContentPart TextGenerationRequestFunction
     TextGenerationRequestMessage TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
 request.constraint: Constraint ConstraintKind
 request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
@@ -74,25 +81,29 @@ request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT Samp
 result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 result.pooled_values: PooledValues
 result.results: ErrorCode RequestError SchedulerResult
+context.codec_windows: CodecContext CodecFacts
 context.grammar_state: GrammarEnforcementSnapshot GrammarState
 context.images: ImageMetadata
 context.media: PixelContext SpeechContext
+context.painting: PATCH_SIDE PaintingContext
 context.pooling: PoolingContext PoolingTask TokenMark
 context.protocols: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
     EmbeddingsContext EmbeddingsGenerationContextType EmbeddingsGeneratorContext InputContext PixelGenerationContext
     PixelGenerationContextType SpecDecodingState TextGenerationContext TextGenerationContextType VLMContextType
     VLMTextGenerationContext
 context.stopping: EOSTracker
+context.synthesis: SynthesisContext
 context.text: TextContext
 context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
 messages: Action AdapterAnswer AdapterFailed AdapterLoaded AdapterOrder AdapterState AdapterStatus Batch BatchResult
-    CUT_IMAGES Cancel Detach DropAdapter EPOCHS_OF_A_SUPERVISOR FIRST_VERSION Finish GENERATE Goodbye GroupSpec Hello
-    Inquiry InquiryAnswer Join KV_CACHE LoadAdapter NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire
+    CUT_IMAGES Cancel Decision DecisionsAnswer DecisionsInquiry Detach DropAdapter EPOCHS_OF_A_SUPERVISOR FIRST_VERSION
+    Finish GENERATE Goodbye GroupSpec Hello Inquiry InquiryAnswer Join KV_CACHE LOWEST_PRIORITY LoadAdapter NO_IMAGES
+    Order OrderAnswer Ping PixelJoin PixelPreview PixelResult PixelStep REGISTRATION_SIZE Ready Refusal Results Retire
     RowGrammar RunningMode SESSION_MEDIA_BYTES SchedulingOptions SessionAction SessionAnswer SessionMedium SessionOrder
-    Status Step StepResult Submit TensorSpec Unknown Vectors WEIGHTS WHOLE_IMAGES WHOLE_PROMPTS WeightsAction
-    WeightsAnswer WeightsCommand WeightsOrder WeightsReport WeightsStatus WeightsTask WeightsVersion WorkerGoodbye
-    WorkerHello WorkerStatus
+    Stage Status Step StepResult Submit TensorSpec UNREGISTERED Unknown Vectors WEIGHTS WHOLE_IMAGES WHOLE_PROMPTS
+    WeightsAction WeightsAnswer WeightsCommand WeightsOrder WeightsReport WeightsStatus WeightsTask WeightsVersion
+    Welcome WorkerGoodbye WorkerHello WorkerStatus
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
 messages.token_runs: TokenRuns

@@ -14,12 +14,12 @@ import socket
 from collections import deque
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from interfaces import AdapterFailed, AdapterLoaded, DropAdapter, LoadAdapter
-from model_worker.backends.base import AdapterFacts, Backend
+from model_worker.backends.base import AdapterFacts
 from shared.resources import free_memory
 
 log = logging.getLogger(__name__)
@@ -36,17 +36,25 @@ def default_adapter_memory(device: torch.device) -> int:
     return int(free_memory() * _CPU_SHARE)
 
 
+class Adaptable(Protocol):
+    """What takes adapters: a backend, or a model of the one-shot tasks. The methods are as `Backend` has them."""
+
+    def load_adapter(self, handle: int, path: str) -> AdapterFacts: ...
+
+    def drop_adapter(self, handle: int) -> None: ...
+
+
 class _Done(NamedTuple):
     order: LoadAdapter
     facts: AdapterFacts | None
     error: Exception | None
-    backend: Backend
+    backend: Adaptable
 
 
 class AdapterLoads:
     """The adapters of a backend, which may take `memory` bytes together."""
 
-    def __init__(self, backend: Backend, epoch: int, index: int, memory: int) -> None:
+    def __init__(self, backend: Adaptable, epoch: int, index: int, memory: int) -> None:
         """`epoch` and `index` are the worker's."""
         self._backend = backend
         self._epoch = epoch
@@ -76,9 +84,8 @@ class AdapterLoads:
         """Begin to load an adapter, or free one. No pass is in flight."""
         if message.incarnation != self._incarnation:
             # A new scheduler knows nothing of the adapters of the old one.
+            self.forget()
             self._incarnation = message.incarnation
-            for handle in list(self._wanted):
-                self._drop(handle)
         if isinstance(message, DropAdapter):
             self._drop(message.handle)
             return
@@ -88,12 +95,17 @@ class AdapterLoads:
             self._thread.start()
         self._orders.put(message)
 
+    def forget(self) -> None:
+        """Free all adapters: a new scheduler and a new registration begin without any. No pass is in flight."""
+        for handle in list(self._wanted):
+            self._drop(handle)
+
     def hold(self) -> None:
         """Read no adapter until `move_to`: the backend's weights go away, and no adapter can be compared with them."""
         with self._lock:
             self._holding = True
 
-    def move_to(self, backend: Backend) -> None:
+    def move_to(self, backend: Adaptable) -> None:
         """Read the adapters again for another backend, which computes the next steps. No pass is in flight.
 
         One that cannot be read any more fails: `take` says so.

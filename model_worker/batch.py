@@ -45,6 +45,8 @@ class ForwardBatch:
     seen: Tensor | None = None
     # i32[S], on the host: the handle of each sequence's adapter, 0 for the base model. None: all have the base model.
     adapters: IntColumn | None = None
+    # i32[S], on the host: the worker's row of each sequence; None: they have none.
+    rows: IntColumn | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -88,6 +90,7 @@ class ForwardBatch:
         angles: IntColumn | None = None,
         seen: IntColumn | None = None,
         adapters: IntColumn | None = None,
+        rows: IntColumn | None = None,
     ) -> ForwardBatch:
         """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too. `angles` are the
         positions where they do not follow from the lengths."""
@@ -125,6 +128,7 @@ class ForwardBatch:
             wanted=logit_positions,
             seen=None if seen is None else torch.from_numpy(seen).to(device),
             adapters=adapters,
+            rows=rows,
         )
 
 

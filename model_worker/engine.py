@@ -16,6 +16,7 @@ from interfaces import Join, RowGrammar, Step, StepResult
 from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters, Executor, RunningRows, WorkerIdentity
 from model_worker.execution.flight import Pending
+from model_worker.execution.out_of_memory import launched
 from model_worker.vision.encode_queue import EncodeQueue
 
 
@@ -54,6 +55,10 @@ class Engine:
     def beat(self) -> None:
         """Nothing is due by time here."""
 
+    def forget(self) -> None:
+        """Forget all rows: the next step is for another registration of this worker."""
+        self._forget_rows()
+
     def step(self, step: Step) -> StepResult:
         """Run a step and wait for its result. Raises as `begin` does."""
         return self.begin(step).result()
@@ -73,7 +78,7 @@ class Engine:
         packed = self._running.rows.pack(step)
         for executor in self._executors:
             if executor.accepts(step, packed):
-                return executor.launch(step, packed)
+                return launched(executor, step, packed, self._running, self._executors[-1])
         raise RuntimeError(f"no executor accepts step {step.step}: the last one of an engine must accept every step")
 
     def _forget_rows(self) -> None:

@@ -35,13 +35,15 @@ SCALE_BYTES = 4
 class AttentionParams:
     """The arithmetic of one attention layer.
 
-    A query at position p sees keys p - sliding_window + 1 to p; its logits are softcap * tanh(logit / softcap).
+    A query at position p sees keys p - sliding_window + 1 to p, and with `looks_ahead` also those of
+    `ForwardBatch.seen`. Its logits are softcap * tanh(logit / softcap).
     """
 
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [query heads]: one more logit per head that takes weight and gives no value
+    looks_ahead: bool = True
 
 
 @dataclass(frozen=True)

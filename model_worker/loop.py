@@ -1,6 +1,7 @@
-"""The worker's loop: receive a step or a batch of texts, run it, send its result.
+"""The worker's loop: receive a step, a batch of texts or a pass over images, run it, send its result.
 
-Once a second it sends a heartbeat.
+Once a second it sends a heartbeat. On another machine than its scheduler's it goes on after a broken connection, under
+a new epoch (`scheduler_link.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,11 +24,17 @@ from interfaces import (
     BatchResult,
     DropAdapter,
     LoadAdapter,
+    Ping,
+    PixelResult,
+    PixelStep,
     Ready,
+    Refusal,
     Retire,
     Step,
     StepResult,
+    VersionError,
     WeightsCommand,
+    Welcome,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -35,10 +43,12 @@ from interfaces import (
 )
 from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters
+from model_worker.scheduler_link import Refused, SchedulerLink
+from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
 from model_worker.weights.commands import WeightsCommands
 from shared import phases
-from shared.endpoints import worker_identity
+from shared.endpoints import remote_identity, worker_identity
 from shared.sockets import connect_dealer, same_host
 
 log = logging.getLogger(__name__)
@@ -53,19 +63,19 @@ PATIENCE_MS = 2
 
 
 class Launched(Protocol):
-    """A step or batch that was launched."""
+    """A step, batch or pass that was launched."""
 
     @property
     def done(self) -> bool: ...
 
-    def result(self) -> StepResult | BatchResult: ...
+    def result(self) -> StepResult | BatchResult | PixelResult: ...
 
 
 class Runner(Protocol):
-    """Runs the messages of one class: the engine runs steps, the runner of texts runs batches."""
+    """Runs the messages of its classes: the engine steps, the runner of texts batches, that of images passes."""
 
     @property
-    def takes(self) -> type[Step] | type[Batch]: ...
+    def takes(self) -> type[Step] | type[Batch] | type[PixelStep] | UnionType: ...
 
     @property
     def counters(self) -> Counters: ...
@@ -78,6 +88,10 @@ class Runner(Protocol):
 
     def beat(self) -> None:
         """Do what is due by time. Called about once a second."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all rows: what comes next is for another registration. No step is in flight."""
         ...
 
 
@@ -98,8 +112,14 @@ class Loop:
         encoding: EncodeQueue | None = None,
         adapters: AdapterLoads | None = None,
         weights: WeightsCommands | None = None,
+        index_file: Path | None = None,
+        trouble: Callable[[], str] | None = None,
     ) -> None:
-        """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read."""
+        """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read.
+
+        The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why the
+        engine could not go on; empty if it could.
+        """
         self._engine = engine
         self._superseded = superseded
         self._encoding = encoding
@@ -107,9 +127,18 @@ class Loop:
         self._weights = weights
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
-        identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
+        self._same_host = same_host(endpoint)
+        self._trouble = trouble
+        self._link = None if self._same_host else SchedulerLink(endpoint, index_file)
+        if self._link is None:
+            identity = worker_identity(hello.index, hello.epoch, os.getpid())
+        else:
+            identity = remote_identity(self._link.name)
+            self._hello = self._link.unregistered(hello)
         self._socket = connect_dealer(self._context, endpoint, identity, keys)
         self._poller = zmq.Poller()
+        if self._link is not None:
+            self._poller.register(self._link.watch(self._socket), zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
         if encoding is not None:
             self._poller.register(encoding.fileno(), zmq.POLLIN)
@@ -117,9 +146,7 @@ class Loop:
             self._poller.register(adapters.fileno(), zmq.POLLIN)
         if weights is not None:
             self._poller.register(weights.fileno(), zmq.POLLIN)
-        self._same_host = same_host(endpoint)
-        self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
-        self._epoch = hello.epoch
+        self._next_hello = 0.0
         self._pending: deque[Launched] = deque()
         self._stopping = False
         # The scheduler that has sent the last step.
@@ -129,35 +156,49 @@ class Loop:
         """End `run` after the step in progress. Safe to call from a signal handler."""
         self._stopping = True
 
+    @property
+    def _epoch(self) -> int:
+        return self._hello.epoch
+
     def run(self) -> None:
-        next_hello = 0.0
         # Idle work does not come first: a request may have waited for this worker's first answer.
         began = time.monotonic()
         rested = False
         try:
             while not self._stopping and not self._superseded():
                 now = time.monotonic()
-                if now >= next_hello:
+                if now >= self._next_hello:
                     phases.beat()
                     self._engine.beat()
+                    # During a long step the connection may have broken: another scheduler does not know the old epoch.
+                    if self._link is not None and self._link.is_broken(dict(self._poller.poll(0))):
+                        self._begin_anew(self._link)
                     self._send(encode(self._counted()))
-                    next_hello = now + HELLO_SECONDS
+                    self._next_hello = now + HELLO_SECONDS
                     idle = not self._pending and now >= began + HELLO_SECONDS
                     if not rested and (idle or now >= began + RESTLESS_SECONDS):
                         rested = True
                         self._engine.rest()
                 # A launched step is waited for when the next one has been launched too, or when none comes soon: it is
                 # the scheduler's answer to the last result.
-                step = self._receive(PATIENCE_MS if self._pending else int((next_hello - now) * 1000) + 1)
+                step = self._receive(PATIENCE_MS if self._pending else max(0, int((self._next_hello - now) * 1000) + 1))
                 if step is not None:
                     self._incarnation = step.incarnation
+                    if self._encoding is not None:
+                        self._encoding.step_began()
                     self._pending.append(self._engine.begin(step))
                 self._answer(leave=0 if step is None else 1)
             self._answer(leave=0)
-            self._send(encode(self._goodbye))
+            self._send_goodbye("" if self._trouble is None else self._trouble())
+        except GroupLost as error:
+            self._send_goodbye(str(error))
+            raise
         finally:
             # The goodbye may leave; after an exception nothing waits to be sent.
             self._context.destroy(linger=LAST_WORDS_MS)
+
+    def _send_goodbye(self, reason: str) -> None:
+        self._send(encode(WorkerGoodbye(self._hello.index, self._epoch, reason)))
 
     def _counted(self) -> WorkerHello:
         """The hello with what was counted until now."""
@@ -179,15 +220,24 @@ class Loop:
     def _answer(self, leave: int) -> None:
         """Send the results of launched steps, oldest first: those that are there, and all but the last `leave`."""
         while self._pending and (len(self._pending) > leave or self._pending[0].done):
-            self._send(encode(self._pending.popleft().result()))
+            self._send_ours(self._pending.popleft().result())
+        self._note_end()
 
-    def _receive(self, timeout_ms: int) -> Step | Batch | None:
+    def _note_end(self) -> None:
+        if self._encoding is not None and not self._pending:
+            self._encoding.steps_ended()
+
+    def _receive(self, timeout_ms: int) -> Step | Batch | PixelStep | None:
         if not self._readable(timeout_ms):
             return None
         try:
             message = decode(self._socket.recv(), ipc_peer=self._same_host)
         except WireError as error:
+            if self._link is not None and isinstance(error, VersionError):
+                raise Refused(f"the scheduler at {self._link.endpoint} cannot be understood: {error}") from None
             log.warning("dropped a message: %s", error)
+            return None
+        if self._link is not None and self._is_for_link(message, self._link):
             return None
         if isinstance(message, Retire) and message.epoch == self._epoch:
             raise SystemExit(f"the scheduler has given this worker up: {message.reason}")
@@ -208,6 +258,34 @@ class Loop:
             return None
         return message
 
+    def _is_for_link(self, message: object, link: SchedulerLink) -> bool:
+        """Take a message about the registration with a scheduler on another machine. Returns whether it was one."""
+        if isinstance(message, Refusal) and message.name == link.name:
+            if message.waits:
+                link.refused_for_now(message.reason)
+                return True
+            raise Refused(f"the scheduler at {link.endpoint} refuses this worker: {message.reason}")
+        if isinstance(message, Retire) and message.stays and message.epoch == self._epoch:
+            self._begin_anew(link)
+            return True
+        if isinstance(message, Welcome) and message.name == link.name:
+            if self._epoch != message.epoch:
+                self._hello = link.registered(self._hello, message)
+                self._next_hello = 0.0
+            return True
+        return isinstance(message, Ping)
+
+    def _begin_anew(self, link: SchedulerLink) -> None:
+        """Forget all rows and adapters, and ask for a new epoch: messages may have been lost."""
+        while self._pending:
+            self._pending.popleft().result()
+        self._note_end()
+        self._engine.forget()
+        if self._adapters is not None:
+            self._adapters.forget()
+        self._hello = link.unregistered(self._hello)
+        self._next_hello = 0.0
+
     def _change_weights(self, command: WeightsCommand, weights: WeightsCommands) -> None:
         # Launched steps use what changes now.
         self._answer(leave=0)
@@ -217,15 +295,25 @@ class Loop:
             # Before the report: after it a step may come that uses one of them.
             self._send_all(self._adapters.take())
         if report is not None:
-            self._send(encode(report))
+            self._send_ours(report)
 
     def _send_all(self, messages: Iterable[Any]) -> None:
         for message in messages:
-            self._send(encode(message))
+            self._send_ours(message)
+
+    def _send_ours(self, message: Any) -> None:
+        """Send a message under the index and epoch that this worker has now."""
+        if self._link is not None:
+            message = replace(message, index=self._hello.index, epoch=self._epoch)
+        self._send(encode(message))
 
     def _readable(self, timeout_ms: int) -> bool:
         """Wait for a message. Reports images that are encoded and adapters that are read, and then waits no longer."""
         events = dict(self._poller.poll(timeout_ms))
+        if self._link is not None:
+            if self._link.is_broken(events):
+                self._begin_anew(self._link)
+            self._link.note(heard=self._socket in events)
         if self._encoding is not None and self._encoding.fileno() in events:
             self._send_ready(self._encoding.take())
         if self._adapters is not None and self._adapters.fileno() in events:
@@ -247,6 +335,7 @@ class Loop:
                     joined=np.array([row.joined for row in ready], np.int64),
                     upto=np.array([row.upto for row in ready], np.int32),
                     errors={row.row: row.error for row in ready if row.error is not None},
+                    seconds=np.array([row.seconds for row in ready], np.float32),
                 )
             )
         )

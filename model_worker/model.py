@@ -5,7 +5,7 @@ Knows no file, no device's kernels and no batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from model_worker.vision.encoder import Encoder
 BLOCK_SIZE = 16
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much is done, out of how much
+# Takes a batch that was computed, and the residual of its tokens, f32[T, layers, hidden], as it entered some layers.
+TakeResiduals = Callable[[ForwardBatch, NDArray[Any]], None]
 
 
 class ModelRefused(ValueError):
@@ -57,6 +59,9 @@ class CompiledStack(Protocol):
 
     def close(self) -> None:
         """Let go of all weights. No pass follows."""
+
+    def watch(self, layers: Sequence[int], take: TakeResiduals) -> None:
+        """Give `take` the residual as it enters these layers, after each pass whose sequences have rows."""
 
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the logits of the tokens that the batch wants."""
@@ -95,6 +100,7 @@ class LoadedModel:
     attention_name: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
     encoder: Encoder | None = None  # of images; None for a model that takes none
+    clip_tokens: int = 0  # tokens at the start of each sequence that stand for a clip of speech; 0: there is none
     row_invariant: bool = False  # whether in the stack a token's bits depend on nothing else in its pass
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -17,33 +18,31 @@ from model_worker.execution.base import Counters
 # Bytes of the values of one part that a message may hold: the others of its batch need room, too.
 MOST_INLINE_BYTES = 200 << 20
 
+_Result = TypeVar("_Result")
 
-class ComputedBatch:
-    """A batch with its result, in the form of a launched step."""
+
+class Computed(Generic[_Result]):
+    """A result, in the form of a launched step."""
 
     done = True
 
-    def __init__(self, result: BatchResult) -> None:
+    def __init__(self, result: _Result) -> None:
         self._result = result
 
-    def result(self) -> BatchResult:
+    def result(self) -> _Result:
         return self._result
 
 
-class TextRunner:
-    """Computes the texts of batches, those with equal options together.
+class OneShotRunner:
+    """What runners of batches and of passes share.
 
-    A `ValueError` of the model fails the part that it is about. Any other error ends the worker. With a `handover`
-    large values go through shared memory, to be removed by their reader.
+    With a `handover` large values go through shared memory, to be removed by their reader.
     """
 
-    takes = Batch
-
-    def __init__(self, model: PoolingModel, index: int, epoch: int, handover: Handover | None = None) -> None:
-        self._model = model
-        self._handover = handover
+    def __init__(self, index: int, epoch: int, handover: Handover | None) -> None:
         self._index = index
         self._epoch = epoch
+        self._handover = handover
 
     @property
     def counters(self) -> Counters:
@@ -58,9 +57,25 @@ class TextRunner:
         if self._handover is not None:
             self._handover.forget_old()
 
-    def begin(self, batch: Batch) -> ComputedBatch:
+    def forget(self) -> None:
+        """Nothing is left behind."""
+
+
+class TextRunner(OneShotRunner):
+    """Computes the texts of batches, those with equal options together.
+
+    A `ValueError` of the model fails the part that it is about. Any other error ends the worker.
+    """
+
+    takes = Batch
+
+    def __init__(self, model: PoolingModel, index: int, epoch: int, handover: Handover | None = None) -> None:
+        super().__init__(index, epoch, handover)
+        self._model = model
+
+    def begin(self, batch: Batch) -> Computed[BatchResult]:
         """Compute a batch. Nothing is gained by launching it before the next one is here."""
-        return ComputedBatch(self.run(batch))
+        return Computed(self.run(batch))
 
     def run(self, batch: Batch) -> BatchResult:
         begun = time.monotonic()
@@ -68,7 +83,7 @@ class TextRunner:
         errors: dict[int, str] = {}
         groups: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
         for place, part in enumerate(batch.parts):
-            groups[part.options].append(place)
+            groups[type(part), *part.options].append(place)
         for places in groups.values():
             for place, found in zip(places, self._run_group([batch.parts[place] for place in places]), strict=True):
                 handed = self._handed_over(found) if isinstance(found, PooledValues) else found
@@ -93,7 +108,7 @@ class TextRunner:
     def _run_group(self, parts: Sequence[PoolingContext]) -> list[PooledValues | str]:
         """The values of parts with equal options, or the reason why a part has none."""
         try:
-            values, lengths = self._model.run(PoolingContext.joined(parts))
+            values, lengths = self._model.run(type(parts[0]).joined(parts))
         except ValueError as error:
             if len(parts) == 1:
                 return [str(error)]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from model_worker.attention import attention_backend, cpu, cuda
+from model_worker.attention import RECORDABLE, attention_backend, cpu
 from model_worker.backends.base import Backend
 from model_worker.backends.fused import FusedBackend
 from model_worker.backends.modules import ModulesBackend
+from model_worker.backends.speech import SpeechBackend
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
 from model_worker.model import LoadedModel
@@ -36,12 +37,14 @@ class ModelRunner:
         self._attend = attention_backend(loaded.attention_name if attention == "auto" else attention, loaded.device)
         self.attention_name = self._attend.__module__.rpartition(".")[2]
         # One more, where padding rows of recorded decode steps may write.
-        spare = 1 if self._attend is cuda.attend else 0
+        spare = 1 if self._attend in RECORDABLE else 0
         self.cache = cache or KVCache(loaded.attention.layout, num_blocks + spare, block_size, loaded.device)
         self.backend = self._choose_backend()
 
     def _choose_backend(self) -> Backend:
         """The stack is the fast way where attention is the CPU's; with another one the modules run."""
+        if self.loaded.clip_tokens:
+            return SpeechBackend(self.loaded, self.cache, self._attend)
         stack = self.loaded.stack
         if stack is not None and self._attend is cpu.attend and stack.fits(self.cache.block_size):
             return FusedBackend(self.loaded, stack, self.cache)
@@ -68,7 +71,7 @@ class ModelRunner:
 
         What this leaves in the block is overwritten by the first sequence that gets it.
         """
-        if self._attend is cpu.attend and isinstance(self.backend, ModulesBackend):
+        if self._attend is cpu.attend and not isinstance(self.backend, FusedBackend):
             # Its parallel kernel only runs for more work than the passes below bring.
             cpu.warm_up(self.cache.layout.dtype)
         self.backend.logits(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
@@ -76,7 +79,7 @@ class ModelRunner:
 
     def record_decode(self, max_rows: int, max_model_len: int) -> None:
         """Record decode steps of sequences up to `max_model_len` tokens as graphs, where the device has them."""
-        if self._attend is cuda.attend and isinstance(self.backend, ModulesBackend):
+        if self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend):
             self.backend.record_decode(max_rows, max_model_len, spare_block=self.num_blocks)
 
     def _first_tokens(self, length: int) -> ForwardBatch:

@@ -16,17 +16,16 @@ from scheduler.loop import Loop
 from shared import logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
+from shared.pixel_files import is_pipeline
+from shared.setting_forms import local_devices, step_tokens
 from shared.settings import Settings, SettingsError
 from shared.weights_file import WeightsFile
-
-# Tokens in a step, where the operator sets no other number.
-STEP_TOKENS = 512
 
 
 def limits_of(settings: Settings) -> Limits:
     return Limits(
         max_running=settings.max_running,
-        max_batch_tokens=settings.max_batch_tokens or STEP_TOKENS,
+        max_batch_tokens=step_tokens(settings.max_batch_tokens, settings.devices),
         max_text_tokens=settings.max_batch_tokens,
         max_queued=settings.max_queued,
         max_model_len=settings.max_model_len,
@@ -50,11 +49,15 @@ def main() -> None:
         core = Scheduler(
             limits_of(settings),
             incarnation=secrets.randbits(31),
-            adapters=settings.adapter_paths,
+            # A pipeline that paints has its adapters from its start, and needs no orders about them.
+            adapters={} if settings.lora and is_pipeline(settings.model) else settings.adapter_paths,
             adapter_file=AdapterFile(run_directory.adapters_file),
             weights_file=WeightsFile(run_directory.weights_file, run_directory.uploaded_weights),
         )
-        loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys)
+        local = len(local_devices(settings.devices))
+        loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys, local)
+        if settings.kv_events:
+            loop.publish_kv_events(settings.kv_events, settings.public_model_name)
     except (SettingsError, ValueError) as error:
         phases.fatal(str(error))
         sys.exit(str(error))

@@ -25,6 +25,8 @@ from interfaces import (
     LoadAdapter,
     LoRAOperation,
     LoRAStatus,
+    PoolingContext,
+    Stage,
     TextContext,
 )
 from scheduler.adapter import Adapter, AdapterFile, size_of
@@ -89,7 +91,7 @@ class AdapterRegistry:
         """Whether adapters of the server's own settings are still to be loaded."""
         return any(load.identity is None for load in self._loads)
 
-    def find(self, context: TextContext) -> Adapter | None:
+    def find(self, context: TextContext | PoolingContext) -> Adapter | None:
         """The adapter that a request was prepared for; None if its content is not here any more."""
         digest = context.adapter_digest
         named = self._names.get(context.adapter)
@@ -238,7 +240,8 @@ class AdapterRegistry:
         self._record(f"worker {message.index} cannot use {adapter}: {reason}", logging.ERROR)
         for sequence in worker.adapters.failed(adapter, f"the {adapter} cannot be used: {reason}"):
             worker.remove(sequence.row)
-            self._requests.record(sequence, f"worker {message.index} cannot use its adapter; it waits for another")
+            story = f"worker {message.index} cannot use its adapter; it waits for another"
+            self._requests.record(sequence, story, Stage.QUEUED)
             self._requests.waiting.add(sequence)
         if self._loads and self._loads[0].adapter is adapter:
             kind = LoRAStatus.LOAD_INVALID_PATH if message.missing else LoRAStatus.LOAD_INVALID_ADAPTER

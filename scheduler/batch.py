@@ -1,8 +1,9 @@
 """Which rows run in a worker's next step, and how many tokens of each.
 
 Every sequence in decode gets its token in every step. The rest of the token budget goes to prompts in chunks, oldest
-first; beside rows in decode `prefill_budget.py` limits it. When blocks run out, the youngest sequences make room for
-older ones and start again later from the tokens they have (preemption by recompute), so the oldest can always finish.
+first; a prompt that an older one waits for is as old as that. Beside rows in decode `prefill_budget.py` limits it. When
+blocks run out, the youngest sequences make room for older ones and start again later from the tokens they have
+(preemption by recompute), so the oldest can always finish. Rows of the lowest priority follow `background.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Join, RowGrammar, Step
+from scheduler import background
 from scheduler.sequence import Sequence
 from scheduler.workers import Worker
 
@@ -30,19 +32,21 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
 
     Rows in decode get room for up to `most_guesses` guesses each. `preempted` gets each sequence that had to leave.
     """
+    worker.settle_waits()
     rows = _with_blocks(worker, preempted)
     if not len(rows) and not worker.sends_joins:
         return None
-    ntok = _chunks(worker, rows, max(budget, worker.rows.running))
+    ntok = _chunks(worker, rows, background.budget(worker, rows, max(budget, worker.rows.running)))
     if ntok is not None:
         chosen = ntok > 0
         rows = rows[chosen]
         ntok = ntok[chosen]
         if not len(rows) and not worker.sends_joins:
             return None
-    joins = [_join(worker, sequence) for sequence in worker.joined]
+    joining = worker.joining
+    joins = [_join(worker, sequence) for sequence in joining]
     ahead = worker.send(rows, ntok, most_guesses)
-    worker.rows.joined[[sequence.row for sequence in worker.joined]] = worker.in_flight.last_number
+    worker.rows.joined[[sequence.row for sequence in joining]] = worker.in_flight.last_number
     drop, blocks = worker.take_changes()
     return Step(
         incarnation=incarnation,
@@ -60,7 +64,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
 def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
     """Give runnable rows the blocks that they lack. Returns the rows that have blocks for all their tokens."""
     table = worker.rows
-    rows = table.runnable()
+    rows = background.rows_of_step(worker, table.runnable())
     crossing = rows[table.num_tokens[rows] + table.ahead[rows] > table.num_blocks[rows] * worker.block_size]
     if not len(crossing):
         return rows
@@ -108,7 +112,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     beside = worker.prefill_budget.prompt_tokens(decoding, todo[prefill].tolist(), budget) if decoding else None
     left = left if beside is None else min(left, beside)
     reportable = REPORTED_TOKENS
-    for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
+    for i in prefill[np.argsort(worker.prefix_waits.ages(rows[prefill]))].tolist():
         reports = table.num_computed_tokens[rows[i]] < table.report_end[rows[i]]
         most = min(left, reportable) if reports else left
         share = min(int(todo[i]), most)

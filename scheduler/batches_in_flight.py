@@ -6,8 +6,9 @@ small batches lose little there. Knows pieces and seconds of one worker.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,13 @@ from scheduler.step_deadline import StepDeadline
 
 # At most this many batches are in flight on a worker.
 MAX_BATCHES = 2
-# Time that a batch may take, and the tokens that it may have in any case.
-BATCH_SECONDS = 0.1
-MIN_BATCH_TOKENS = 512
-# A batch of this length hides the way of the next one well enough: requests that come meanwhile may be in that one.
-LONG_BATCH_SECONDS = 0.02
+# Time that a batch may take, and the tokens that it may have in any case: fewer take longer for each.
+BATCH_SECONDS = 0.05
+MIN_BATCH_TOKENS = 256
+# While a batch of at most this length is computed the next one is sent, so that the worker never waits, and the answers
+# of one are on their way while the other is computed. After a longer one the wait does not matter, and requests that
+# come meanwhile may be in the next.
+LONG_BATCH_SECONDS = 0.06
 # Weight of a new time among those before it.
 _WEIGHT = 0.3
 
@@ -32,8 +35,16 @@ class BatchInFlight:
     number: int
     pieces: list[Piece]
     tokens: int
+    # Their computation, in usual tokens.
+    cost: float
     # Time of sending on the scheduler's clock.
     sent: float
+
+    def count_in(self, counters: Counter[str]) -> None:
+        """Count its sizes by their powers of two, and add them up: see api_server/metrics/server_facts.py."""
+        for name, size in (("batch_texts", sum(map(len, self.pieces))), ("batch_tokens", self.tokens)):
+            counters[f"{name}<={1 << (size - 1).bit_length()}"] += 1
+            counters[f"{name}<="] += size
 
 
 class BatchesInFlight:
@@ -73,7 +84,7 @@ class BatchesInFlight:
             return True
         if len(self.batches) >= MAX_BATCHES or self.isolated or self._token_seconds is None:
             return False
-        return self.batches[0].tokens * self._token_seconds < LONG_BATCH_SECONDS
+        return self.batches[0].cost * self._token_seconds < LONG_BATCH_SECONDS
 
     def budget(self, most: int, seconds: float = BATCH_SECONDS, least: int = MIN_BATCH_TOKENS) -> int:
         """Tokens of the next batch: those that take `seconds`, at least `least` and at most `most`."""
@@ -85,7 +96,9 @@ class BatchesInFlight:
         """Count a batch as sent, after the worker has answered so many steps."""
         self.steps_before = steps_answered
         self._last_number += 1
-        batch = BatchInFlight(self._last_number, list(pieces), sum(piece.tokens for piece in pieces), self._clock())
+        tokens = sum(piece.tokens for piece in pieces)
+        cost = sum(piece.cost for piece in pieces)
+        batch = BatchInFlight(self._last_number, list(pieces), tokens, cost, self._clock())
         self.batches.append(batch)
         return batch
 
@@ -97,8 +110,11 @@ class BatchesInFlight:
         self.answered += 1
         seconds = self._clock() - max(batch.sent, self.last_result)
         self.last_result = self._clock()
-        self._deadline.learn(batch.tokens, seconds)
-        each = seconds / batch.tokens
+        if not batch.cost:
+            # A pass that only drops images.
+            return batch, seconds
+        self._deadline.learn(batch.cost, seconds)
+        each = seconds / batch.cost
         known = self._token_seconds
         self._token_seconds = max(1e-9, each if known is None else known + _WEIGHT * (each - known))
         return batch, seconds
@@ -108,19 +124,26 @@ class BatchesInFlight:
         """The number of open requests with texts in these batches."""
         return len({id(piece.request) for piece in self._pieces() if not piece.request.ended})
 
+    @property
+    def adapters(self) -> set[int]:
+        """Handles of the adapters of these batches."""
+        return {piece.request.adapter.handle for piece in self._pieces() if piece.request.adapter is not None}
+
     def describe(self) -> str:
         """The batches, for the log."""
         named = sorted({str(piece.request.context.request_id) for piece in self._pieces() if not piece.request.ended})
         shown = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
         texts = sum(map(len, self._pieces()))
-        return f"in batch {self.batches[0].number} with {texts} texts of requests {shown or 'that have ended'}"
+        noun = next((piece.request.context.noun for piece in self._pieces()), "text")
+        return f"in batch {self.batches[0].number} with {texts} {noun}s of requests {shown or 'that have ended'}"
 
     def waited(self) -> tuple[float, float] | None:
         """Seconds that the oldest batch has taken, and seconds it is allowed; None if there is none."""
         if not self.batches:
             return None
         batch = self.batches[0]
-        return self._clock() - max(batch.sent, self.last_result), self._deadline.allowed(batch.tokens)
+        usual = min((piece.request.context.usual_cost for piece in batch.pieces), default=math.inf)
+        return self._clock() - max(batch.sent, self.last_result), self._deadline.allowed(batch.cost, usual)
 
     def _pieces(self) -> Iterator[Piece]:
         return (piece for batch in self.batches for piece in batch.pieces)

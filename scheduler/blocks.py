@@ -8,7 +8,7 @@ Knows block numbers and hashes, never tokens or tensors.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -21,6 +21,8 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        # Takes each digest that can be found no more.
+        self.on_evict: Callable[[bytes], None] | None = None
 
     @property
     def available(self) -> int:
@@ -78,14 +80,16 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Name the content of `block`, which others can match from now on.
+    def register(self, block: int, digest: bytes) -> bool:
+        """Name the content of `block`, which others can match from now on. Returns whether the digest is new.
 
         The first block registered under a digest stays the one that matches.
         """
-        if digest not in self._block_of and block not in self._hash_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest
+        if digest in self._block_of or block in self._hash_of:
+            return False
+        self._block_of[digest] = block
+        self._hash_of[block] = digest
+        return True
 
     def forget_cached(self) -> None:
         """Drop every cached prefix that has no owner."""
@@ -94,5 +98,8 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        if self.on_evict is not None:
+            self.on_evict(digest)
         return block

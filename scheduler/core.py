@@ -6,15 +6,12 @@ Everything here runs on one thread and never waits. `loop.py` carries the messag
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping
 
 from interfaces import (
     GENERATE,
     NO_IMAGES,
-    Batch,
-    BatchResult,
     ErrorCode,
     Finish,
     PoolingContext,
@@ -28,13 +25,16 @@ from interfaces import (
     Vectors,
     WorkerHello,
 )
-from scheduler import operator_commands, placement, results
+from scheduler import background, operator_commands, placement, results
 from scheduler.adapter import AdapterFile
 from scheduler.adapter_registry import AdapterRegistry
+from scheduler.backlog import Backlog
 from scheduler.batch import build_step
 from scheduler.limits import Limits
-from scheduler.oneshot import OneShotLane
+from scheduler.oneshot import OneShotLane, OneShotResult, OneShotWork
+from scheduler.oneshot_adapters import gone
 from scheduler.open_requests import OpenRequests
+from scheduler.placement_cost import Policy, least_cost
 from scheduler.replicas import NO_REPLICA
 from scheduler.resumable_streams import Stream
 from scheduler.sequence import Sequence
@@ -44,8 +44,6 @@ from scheduler.succession import FencedEpochs, same_supervisor
 from scheduler.weights_registry import WeightsRegistry
 from scheduler.workers import Worker
 from shared.weights_file import WeightsFile
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -74,9 +72,11 @@ class Scheduler:
         self.streams = self.requests.streams
         self.request_log = self.requests.request_log
         self.counters = self.requests.counters
-        self.oneshot = OneShotLane(self.requests, limits, incarnation, clock)
+        self.policy: Policy = least_cost
+        self.backlog = Backlog(self.requests, clock)
         kept = adapter_file or AdapterFile(None)
         self.adapters = AdapterRegistry(self.requests, incarnation, kept, adapters or {}, clock)
+        self.oneshot = OneShotLane(self.requests, limits, incarnation, clock, self.adapters.find)
         self.weights = WeightsRegistry(self.requests, incarnation, weights_file or WeightsFile(None))
         self._order = itertools.count()
         self._fenced = FencedEpochs()
@@ -135,10 +135,7 @@ class Scheduler:
         """Put requests that are lost back into the queue, and fail those that have not progressed for too long."""
         everyone = self.replicas.all_sequences()
         for sequence in misplaced(everyone, self.waiting, self.workers):
-            log.error("request %s was neither in line nor on a worker: it waits again", sequence.context.request_id)
-            sequence.row = -1
-            sequence.blocks = []
-            self.waiting.add(sequence)
+            self.requests.requeue_misplaced(sequence)
         if self.paused or self.weights.changing:
             self.stuck_detector.grant_grace()
             self.oneshot.grant_grace()
@@ -201,8 +198,7 @@ class Scheduler:
             return False
         if known is not None:
             self.lose_worker(hello.index, "was followed by its next epoch")
-        limits = self.limits
-        worker = Worker(hello, limits.max_running, limits.prefix_cache, limits.stall_seconds, self.clock)
+        worker = Worker(hello, *self.limits.of_worker, clock=self.clock)
         self.workers[hello.index] = worker
         self.adapters.worker_joined(worker)
         self.weights.worker_joined(worker)
@@ -223,7 +219,7 @@ class Scheduler:
 
         If `blamed`, one of the sequences that it was computing may be the reason. Returns the event in one line.
         """
-        worker = self.workers.pop(index)
+        worker = self.requests.take_worker(index)
         self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
         self.oneshot.lose_worker(worker, story, blamed)
@@ -240,24 +236,25 @@ class Scheduler:
         """Place waiting sequences, then build at most one step for each worker that has room for one in flight."""
         if self.paused or self.weights.holds_steps:
             return []
-        self.waiting.take_while(self._place, only_returning=self.weights.holds_requests)
         limits = self.limits
+        placement.place_waiting(self.requests, limits, self.policy, only_returning=self.weights.holds_requests)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
             free = worker.weights.ready and not worker.batches.keeps_steps_off
-            if free and worker.in_flight.has_room(limits.steps_in_flight):
-                budget = limits.max_batch_tokens
-                step = build_step(worker, self.incarnation, budget, limits.most_guesses, self.requests.preempt)
+            most = 1 if background.alone(worker) else limits.steps_in_flight
+            if free and worker.in_flight.has_room(most):
+                budget = limits.max_batch_tokens, limits.most_guesses
+                step = build_step(worker, self.incarnation, *budget, self.requests.preempt)
                 if step is not None:
                     steps.append((index, step))
         return steps
 
-    def next_batches(self) -> list[tuple[int, Batch]]:
-        """Build at most one batch of texts for each worker that has room for one in flight."""
+    def next_batches(self) -> list[tuple[int, OneShotWork]]:
+        """Build at most one batch of texts, or pass over images, for each worker that has room for it."""
         return [] if self.paused else self.oneshot.next_batches()
 
-    def batch_result(self, result: BatchResult) -> None:
-        """Publish the values of a batch. Results of other incarnations and epochs are ignored."""
+    def batch_result(self, result: OneShotResult) -> None:
+        """Publish values of texts, or images. Results of other incarnations and epochs are ignored."""
         worker = self.workers.get(result.index)
         if worker is not None and (result.incarnation, result.epoch) == (self.incarnation, worker.hello.epoch):
             self.oneshot.result(worker, result)
@@ -275,8 +272,9 @@ class Scheduler:
         if worker is None or message.incarnation != self.incarnation or message.epoch != worker.hello.epoch:
             return
         complete, failed = worker.images.ready(message)
-        for sequence in complete:
-            self.requests.record(sequence, f"worker {message.index} has encoded its images")
+        for sequence, seconds in complete:
+            took = f"encoded its images in {seconds:.3f} s" if seconds else "kept the features of its images"
+            self.requests.record(sequence, f"worker {message.index} has {took}")
         for sequence, text in failed:
             self.requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
 
@@ -303,10 +301,11 @@ class Scheduler:
         everyone = self.workers.values()
         workers = placement.doing(GENERATE, everyone) or everyone
         pooling = [worker for worker in everyone if worker.pools]
+        reason = self._why_not_ready()
         return Status(
             incarnation=self.incarnation,
-            ready=not self._why_not_ready(),
-            reason=self._why_not_ready(),
+            ready=not reason,
+            reason=reason,
             workers=[worker.status() for worker in everyone],
             waiting=len(self.waiting) + self.oneshot.waiting,
             running=self.running + self.oneshot.running,
@@ -314,17 +313,19 @@ class Scheduler:
             max_running=sum(len(worker.rows.sequences) for worker in workers),
             block_size=min((worker.block_size for worker in workers), default=0),
             vocab_size=placement.vocab_size(workers),
-            counters={**self.counters, "adapter_evictions": self.adapters.evictions},
+            counters={**self.requests.counted(), "adapter_evictions": self.adapters.evictions},
             hidden_size=placement.hidden_size(workers),
             tasks=placement.tasks(everyone),
             vector_width=placement.hidden_size(pooling),
             labels=next((worker.hello.labels for worker in pooling if worker.hello.labels), []),
+            codec=next((worker.hello.codec for worker in pooling if worker.hello.codec), None),
             images=min((worker.hello.images for worker in placement.doing(GENERATE, everyone)), default=NO_IMAGES),
             adapters=self.adapters.status(),
             takes_adapters=any(worker.adapters.takes_any for worker in everyone),
             processors=placement.processors(placement.doing(GENERATE, everyone)),
             paused=self.paused,
             weights=self.weights.status(),
+            backlog_seconds=self.backlog.seconds(),
         )
 
     # Commands of operators
@@ -350,21 +351,21 @@ class Scheduler:
     def _refusal(self, submit: Submit) -> RequestError | None:
         open_of_tenant = self.requests.open_of(submit.scheduling.tenant)
         waiting = self.waiting
-        full = self.limits.refusal(len(waiting), waiting.tokens, len(submit.text.tokens), open_of_tenant)
+        number, tokens = len(waiting), waiting.tokens
+        if not submit.scheduling.in_background:
+            # Those of batches may wait for as long as others run: they fill no queue for these.
+            number, tokens = number - waiting.background, tokens - waiting.background_tokens
+        full = self.limits.refusal(number, tokens, len(submit.text.tokens), open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
         context = submit.text
         if context.adapter and self.adapters.find(context) is None:
-            text = f"the adapter {context.adapter!r} was unloaded, or has another content now: ask again"
-            return RequestError(ErrorCode.INVALID, text)
+            return gone(context)
         # Requests also wait while a worker restarts. Whether they fit is checked when it is there.
         workers = self.workers.values()
         if not workers:
             return None
         return placement.misfit(submit.text, workers, self.limits.max_model_len)
-
-    def _place(self, sequence: Sequence) -> bool:
-        return placement.place(self.requests, self.limits, sequence)
 
     def _recover(self, sequence: Sequence, story: str, suspects: set[int]) -> None:
         """Put a sequence of a lost worker back into the queue, unless too many workers crashed with it."""
@@ -377,8 +378,7 @@ class Scheduler:
             text = f"the model worker crashed {crashes} times while it computed this request"
             self.requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
             return
-        self.requests.record(sequence, f"{story}; it will be computed again from {len(sequence.tokens)} tokens")
-        self.waiting.add(sequence)
+        self.requests.recover(sequence, story)
 
     def _reattach(self, stream: Stream, identity: bytes, submit: Submit) -> None:
         """Connect a stream to its client again, and replay everything that the client does not have."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from interfaces import CUT_IMAGES, NO_IMAGES, WHOLE_PROMPTS, Ready
 from scheduler.rows import ALL_TOKENS, RowTable
 from scheduler.sequence import Sequence
@@ -38,19 +40,21 @@ class ImageRows:
                 self._since = self._clock()
             self._table.upto[sequence.row] = 0 if self.takes == WHOLE_PROMPTS else missing[0]
 
-    def ready(self, message: Ready) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
-        """Let rows run on. Returns the sequences that have all of their images, and those that cannot have them, with
-        the reasons.
+    def ready(self, message: Ready) -> tuple[list[tuple[Sequence, float]], list[tuple[Sequence, str]]]:
+        """Let rows run on. Returns the sequences that have all of their images, with the seconds of encoding, and those
+        that cannot have them, with the reasons.
 
         Rows that have changed their owner meanwhile are left as they are. ValueError for broken columns.
         """
         table = self._table
         rows = message.rows.tolist()
-        if not len(rows) == len(message.joined) == len(message.upto):
+        seconds = np.zeros(len(rows), np.float32) if message.seconds is None else message.seconds
+        if not len(rows) == len(message.joined) == len(message.upto) == len(seconds):
             raise ValueError("the columns of a message about images do not fit together")
         complete = []
         failed = []
-        for row, joined, upto in zip(rows, message.joined.tolist(), message.upto.tolist(), strict=True):
+        columns = (message.joined.tolist(), message.upto.tolist(), seconds.tolist())
+        for row, joined, upto, taken in zip(rows, *columns, strict=True):
             if not 0 <= row < len(table.sequences) or not table.in_use[row] or table.joined[row] != joined:
                 continue
             if row in message.errors:
@@ -59,7 +63,7 @@ class ImageRows:
             if self.takes != WHOLE_PROMPTS or upto == ALL_TOKENS:
                 table.upto[row] = upto
             if upto == ALL_TOKENS:
-                complete.append(table.sequence(row))
+                complete.append((table.sequence(row), taken))
         self._since = self._clock() if len(table.waiting_for_images()) else None
         return complete, failed
 

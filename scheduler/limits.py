@@ -7,6 +7,9 @@ from dataclasses import dataclass
 # Tokens of texts in one batch, where the operator sets no other number. On a CPU larger batches gain nothing.
 CPU_TEXT_TOKENS = 4096
 GPU_TEXT_TOKENS = 16384
+# Fewest tokens for which a sequence waits until another row has computed them. It waits for a step at least, and a step
+# takes about as long as this number of tokens takes.
+MIN_AWAITED_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,17 @@ class Limits:
     stall_seconds: float = 15.0
     # The most tokens of texts in one batch; None leaves it to the device.
     max_text_tokens: int | None = None
+    # Fewest tokens for which a sequence waits until another row of its worker has computed them.
+    min_awaited_tokens: int = MIN_AWAITED_TOKENS
+
+    @property
+    def of_worker(self) -> tuple[int, bool, float, int]:
+        """Those of a single worker, in the order in which `Worker` takes them."""
+        return self.max_running, self.prefix_cache, self.stall_seconds, self.min_awaited_tokens
 
     def text_batch_tokens(self, device: str) -> int:
-        """The most tokens of texts in one batch on a device."""
-        return self.max_text_tokens or (CPU_TEXT_TOKENS if device == "cpu" else GPU_TEXT_TOKENS)
+        """The most tokens of texts in one batch on a device, such as "cpu", or "cpu+cpu" for a group of ranks."""
+        return self.max_text_tokens or (CPU_TEXT_TOKENS if device.startswith("cpu") else GPU_TEXT_TOKENS)
 
     def refusal(self, waiting: int, waiting_tokens: int, tokens: int, open_of_tenant: int) -> str | None:
         """Why one more request, of `tokens` tokens, is too many, or None.

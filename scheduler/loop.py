@@ -1,4 +1,7 @@
-"""The scheduler's one loop: receive messages, send the next steps, send the results, check health."""
+"""The scheduler's one loop: receive messages, send the next steps, send the results, check health.
+
+Workers of other machines have a socket of their own: a peer chooses its name, so the socket says where it is.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from interfaces import (
     Batch,
     BatchResult,
     Cancel,
+    DecisionsAnswer,
+    DecisionsInquiry,
     Detach,
     DropAdapter,
     Goodbye,
@@ -26,6 +31,9 @@ from interfaces import (
     LoadAdapter,
     Order,
     OrderAnswer,
+    Ping,
+    PixelResult,
+    PixelStep,
     Ready,
     Results,
     Retire,
@@ -35,6 +43,7 @@ from interfaces import (
     Submit,
     Unknown,
     Vectors,
+    VersionError,
     WeightsCommand,
     WeightsOrder,
     WeightsReport,
@@ -45,15 +54,21 @@ from interfaces import (
 )
 from scheduler.core import Scheduler
 from scheduler.health import Health
+from scheduler.kv_events import TURN_MS, KvEvents
 from scheduler.process_watch import ProcessWatch
+from scheduler.registration import Registration
 from shared import phases
 from shared.curve import bind_secure
 from shared.endpoints import RunDirectory, is_local_worker
-from shared.sockets import bind_router, readable, receive_from, send_to
+from shared.sockets import bind_router, readable, receive_from, router, send_to
 
 log = logging.getLogger(__name__)
 
-ToWorker = Step | Batch | LoadAdapter | DropAdapter | WeightsCommand
+# What a worker says under its index.
+OfWorker = (
+    StepResult | BatchResult | PixelResult | Ready | AdapterLoaded | AdapterFailed | WeightsReport | WorkerGoodbye
+)
+ToWorker = Step | Batch | PixelStep | LoadAdapter | DropAdapter | WeightsCommand
 
 # Messages taken from one socket before the other socket and the steps are served.
 MESSAGES_PER_ITERATION = 256
@@ -62,27 +77,50 @@ MESSAGES_TOGETHER = 32
 
 
 class Loop:
-    """Owns the two sockets. `run` returns after `stop`."""
+    """Owns the sockets. `run` returns after `stop`."""
 
     def __init__(
-        self, scheduler: Scheduler, run_directory: RunDirectory, worker_endpoint: str = "", curve_keys: str = ""
+        self,
+        scheduler: Scheduler,
+        run_directory: RunDirectory,
+        worker_endpoint: str = "",
+        curve_keys: str = "",
+        local_workers: int = 1,
     ) -> None:
+        """Indices from `local_workers` on are for workers of other machines, which come to `worker_endpoint`."""
         self.scheduler = scheduler
         self._context: zmq.Context[Any] = zmq.Context()
         self._api = bind_router(self._context, run_directory.api_endpoint)
         self._workers = bind_router(self._context, run_directory.worker_endpoint)
-        self._guard = bind_secure(self._workers, worker_endpoint, Path(curve_keys)) if worker_endpoint else None
+        # Of workers of other machines; None where none may come.
+        self._remote = router(self._context) if worker_endpoint else None
+        self._guard = bind_secure(self._remote, worker_endpoint, Path(curve_keys)) if self._remote is not None else None
         self._poller = zmq.Poller()
         self._poller.register(self._workers, zmq.POLLIN)
+        if self._remote is not None:
+            self._poller.register(self._remote, zmq.POLLIN)
         self._poller.register(self._api, zmq.POLLIN)
         self._watch = ProcessWatch(
             self._poller, lambda index: run_directory.stack_file(f"model_worker:{index}"), scheduler.clock
         )
         self.health = Health(scheduler, self._watch, scheduler.clock)
-        self._worker_identity: dict[int, bytes] = {}
-        # Epochs that wait because another supervisor's worker has their index, by index.
-        self._waiting_epochs: dict[int, int] = {}
+        self._registration = Registration(
+            scheduler,
+            self.health,
+            self._watch,
+            lambda identity, message: send_to(self._socket_of(identity), identity, message),
+            local_workers,
+        )
+        self._worker_identity = self._registration.identities
+        self._curve_keys = curve_keys
+        self._kv_events: KvEvents | None = None
         self._stopping = False
+
+    def publish_kv_events(self, endpoint: str, model: str) -> None:
+        """Publish the changes of prefix caches from now on. SettingsError as `KvEvents`."""
+        keys = Path(self._curve_keys) if self._guard is not None else None
+        self._kv_events = KvEvents(self._context, endpoint, model, keys)
+        self._poller.register(self._kv_events.requests, zmq.POLLIN)
 
     def stop(self) -> None:
         """End `run` at its next iteration. Safe to call from a signal handler."""
@@ -96,25 +134,31 @@ class Loop:
                 self._send_results()
                 self._check_health()
         finally:
-            if self._guard is not None:
+            if self._kv_events is not None:
+                self._kv_events.close()
+            if self._guard is not None and self._remote is not None:
                 # A handshake under way asks the guard, so the socket closes first.
-                self._workers.close(linger=0)
+                self._remote.close(linger=0)
                 self._guard.stop()
             self._context.destroy(linger=0)
 
     def _receive(self) -> None:
         wait_ms = int(self.health.seconds_left() * 1000) + 1
+        if self._kv_events is not None and self._kv_events.owes:
+            wait_ms = min(wait_ms, TURN_MS)
         ended = []
         for one, _ in self._poller.poll(wait_ms):
-            if one is self._workers:
-                self._take(self._workers, self._from_worker)
+            if one is self._workers or (self._remote is not None and one is self._remote):
+                self._take(one, self._from_worker)
             elif one is self._api:
                 self._take(self._api, self._from_api)
-            else:
+            elif self._kv_events is None or one is not self._kv_events.requests:
                 ended.append(one)
         # After the messages: what a worker sent before its end counts.
         for index, epoch in self._watch.ended(ended):
             self.health.lose_worker(index, epoch, "died")
+        if self._kv_events is not None:
+            self._kv_events.attach(self.scheduler.workers)
 
     def _take(self, socket: zmq.Socket[bytes], handle: Any) -> None:
         """Handle the message that a poll has found, and those behind it."""
@@ -123,7 +167,11 @@ class Loop:
             if received is None:
                 return
             identity, frames = received
-            self._guarded(handle, identity, frames, socket is self._api or is_local_worker(identity))
+            local = is_local_worker(identity)
+            if local and socket is self._remote:
+                log.warning("dropped a message from %r: a worker of another machine may not have such a name", identity)
+            else:
+                self._guarded(handle, identity, frames, socket is self._api or local)
 
     def _guarded(self, handle: Any, identity: bytes, frames: list[bytes], ipc_peer: bool) -> None:
         """Handle one message. No message, however wrong, ends this process."""
@@ -133,6 +181,9 @@ class Loop:
             handle(identity, decode(frames[0], ipc_peer=ipc_peer))
         except WireError as error:
             log.warning("dropped a message from %r: %s", identity, error)
+            if isinstance(error, VersionError) and not ipc_peer:
+                # It cannot read this either, and its log then has both versions, too.
+                send_to(self._remote or self._workers, identity, Ping(self.scheduler.incarnation))
         except Exception:
             log.exception("could not handle a message from %r", identity)
 
@@ -162,6 +213,9 @@ class Loop:
                 self.health.drop_replica(identity, "said goodbye")
             case Inquiry():
                 self._answer_inquiry(identity, message.request_id)
+            case DecisionsInquiry():
+                decisions = self.scheduler.request_log.decisions(message.request_ids)
+                send_to(self._api, identity, DecisionsAnswer(self.scheduler.incarnation, message.number, decisions))
             case _:
                 raise WireError(f"an API replica may not send {type(message).__name__}")
 
@@ -211,14 +265,21 @@ class Loop:
         still = self.scheduler.paused or self.scheduler.weights.absent
         return 0 if still else self.scheduler.requests.started
 
+    def _socket_of(self, identity: bytes) -> zmq.Socket[bytes]:
+        """The socket on which a worker is."""
+        return self._workers if self._remote is None or is_local_worker(identity) else self._remote
+
     def _from_worker(self, identity: bytes, message: object) -> None:
+        if isinstance(message, OfWorker) and not self._registration.speaks_for(identity, message.index):
+            # It was given up and another one has its index, or it never had this one.
+            return
         match message:
             case StepResult():
                 known = self.scheduler.workers.get(message.index)
                 if known is not None and known.hello.epoch == message.epoch:
                     self.health.worker_heard(message.index)
                     self.scheduler.step_result(message)
-            case BatchResult():
+            case BatchResult() | PixelResult():
                 known = self.scheduler.workers.get(message.index)
                 if known is not None and known.hello.epoch == message.epoch:
                     self.health.worker_heard(message.index)
@@ -233,9 +294,10 @@ class Loop:
             case WeightsReport():
                 self._hear_of_weights(identity, message)
             case WorkerHello():
-                self._register_worker(identity, message)
+                self._registration.hear(identity, message)
             case WorkerGoodbye():
-                self.health.lose_worker(message.index, message.epoch, "said goodbye", blamed=False)
+                story = f"cannot go on: {message.reason}" if message.reason else "said goodbye"
+                self.health.lose_worker(message.index, message.epoch, story, blamed=bool(message.reason))
             case _:
                 raise WireError(f"a worker may not send {type(message).__name__}")
 
@@ -258,26 +320,8 @@ class Loop:
         problem = self.scheduler.weights.heard(report)
         if problem:
             self.health.lose_worker(report.index, report.epoch, problem, blamed=False)
-            send_to(self._workers, identity, Retire(report.epoch, problem))
+            send_to(self._socket_of(identity), identity, Retire(report.epoch, problem))
         self.health.check_soon()
-
-    def _register_worker(self, identity: bytes, hello: WorkerHello) -> None:
-        if self.scheduler.is_fenced(hello):
-            send_to(self._workers, identity, Retire(hello.epoch, "it was late or silent, or another came in its place"))
-            return
-        if self.scheduler.index_is_taken(hello):
-            if self._waiting_epochs.get(hello.index) != hello.epoch:
-                self._waiting_epochs[hello.index] = hello.epoch
-                log.warning("another worker %d is here already: %r waits until it has gone", hello.index, identity)
-            return
-        self.health.worker_heard(hello.index)
-        if not self.scheduler.worker_hello(hello):
-            return
-        log.info("worker %d (%s, epoch %d) is here", hello.index, hello.device, hello.epoch)
-        self._worker_identity[hello.index] = identity
-        self.health.check_soon()
-        if is_local_worker(identity) and not self._watch.add(hello.index, hello.epoch, hello.pid):
-            self.health.lose_worker(hello.index, hello.epoch, "died")
 
     def _answer_inquiry(self, identity: bytes, request_id: str) -> None:
         request_log = self.scheduler.request_log
@@ -288,9 +332,18 @@ class Loop:
         # Until each worker has as many as it may have: the next message to receive may be a result.
         while work := self._next_work():
             for index, sent in work:
-                if not send_to(self._workers, self._worker_identity[index], sent):
-                    # The worker did not get it, so it cannot be the reason.
+                identity = self._worker_identity[index]
+                if send_to(self._socket_of(identity), identity, sent):
+                    continue
+                # The worker did not get it, so it cannot be the reason.
+                worker = self.scheduler.workers.get(index)
+                if worker is not None and worker.remote:
+                    self._registration.cut_off(index, f"does not take {_named(sent)}")
+                else:
                     self.health.lose_worker(index, sent.epoch, f"does not take {_named(sent)}", blamed=False)
+
+        if self._kv_events is not None:
+            self._kv_events.publish(self.scheduler.workers)
 
     def _next_work(self) -> list[tuple[int, ToWorker]]:
         self.scheduler.weights.advance()
@@ -325,6 +378,9 @@ class Loop:
             phases.fatal(self.scheduler.adapters.fatal)
             raise SystemExit(self.scheduler.adapters.fatal)
         self.health.check()
+        self._registration.ping()
+        if self._guard is not None and self._guard.refresh():
+            log.info("the list of peers that may connect has changed")
         status = self.scheduler.status()
         for identity in list(self.scheduler.replicas):
             if not send_to(self._api, identity, status):
@@ -337,6 +393,8 @@ def _named(sent: ToWorker) -> str:
             return f"step {sent.step}"
         case Batch():
             return f"batch {sent.number}"
+        case PixelStep():
+            return f"pass {sent.number}"
         case WeightsCommand():
             return f"a message about its weights ({sent.number})"
     return f"a message about adapter {sent.handle}"

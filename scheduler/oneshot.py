@@ -9,23 +9,37 @@ Runs on the scheduler's thread and never waits.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from interfaces import Batch, BatchResult, ErrorCode, Finish, PooledValues, PoolingContext, RequestError, Submit
+import numpy as np
+
+from interfaces import (
+    Batch,
+    BatchResult,
+    ErrorCode,
+    Finish,
+    PixelJoin,
+    PixelResult,
+    PixelStep,
+    PooledValues,
+    PoolingContext,
+    RequestError,
+    Stage,
+    Submit,
+)
 from scheduler import placement
+from scheduler.adapter import Adapter
 from scheduler.batches_in_flight import BATCH_SECONDS, MIN_BATCH_TOKENS
 from scheduler.limits import Limits
+from scheduler.oneshot_adapters import gone, kinds_of, unusable
 from scheduler.oneshot_queue import OneShotQueue
-from scheduler.oneshot_request import OneShotRequest, Piece
+from scheduler.oneshot_request import OneShotRequest, Piece, discard
 from scheduler.open_requests import OpenRequests
+from scheduler.painting import Painting, fewest
 from scheduler.request_deadlines import RequestDeadlines
 from scheduler.stillness import STUCK_SECONDS
 from scheduler.workers import Worker
-
-log = logging.getLogger(__name__)
 
 # Time of a batch beside rows in decode, as long as the time of their steps is not known.
 SECONDS_BESIDE_ROWS = 0.02
@@ -33,16 +47,26 @@ SECONDS_BESIDE_ROWS = 0.02
 MAX_VALUES = 1 << 25
 
 
+OneShotWork = Batch | PixelStep
+OneShotResult = BatchResult | PixelResult
+
+
 class OneShotLane:
     """The open one-shot requests. `requests` has everything that they share with sequences."""
 
     def __init__(
-        self, requests: OpenRequests, limits: Limits, incarnation: int, clock: Callable[[], float] = time.monotonic
+        self,
+        requests: OpenRequests,
+        limits: Limits,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+        find_adapter: Callable[[PoolingContext], Adapter | None] = lambda _: None,
     ) -> None:
         self._requests = requests
         self._limits = limits
         self._incarnation = incarnation
         self._clock = clock
+        self._find_adapter = find_adapter
         self._open: dict[bytes, dict[int, OneShotRequest]] = {}
         self._queue = OneShotQueue()
         self._deadlines: RequestDeadlines[OneShotRequest] = RequestDeadlines(clock)
@@ -53,6 +77,7 @@ class OneShotLane:
         self._not_begun = 0
         self._last_result = clock()
         requests.counters.update(texts=0, text_tokens=0, batches=0, batch_ms=0, text_requests=0, text_queue_ms=0)
+        requests.counters.update(images=0, pixel_passes=0, pixel_steps=0)
 
     def __iter__(self) -> Iterator[OneShotRequest]:
         return (request for handles in list(self._open.values()) for request in list(handles.values()))
@@ -76,20 +101,25 @@ class OneShotLane:
         """Take a request in, or refuse it with a reason."""
         requests = self._requests
         number = requests.replicas.register(identity).number
-        error = self._refusal(submit, context)
+        adapter = self._find_adapter(context) if context.adapter else None
+        error = self._refusal(submit, context, adapter)
         if error is not None:
             requests.counters["failed"] += 1
             requests.request_log.record(context.request_id, f"refused: {error.message}")
             requests.outbox.fail(number, submit.handle, error)
             return
         request = OneShotRequest(
-            identity, number, submit.handle, order, context, self._clock(), submit.scheduling, submit.again
+            identity, number, submit.handle, order, context, self._clock(), submit.scheduling, submit.again, adapter
         )
-        self._record(request, f"queued with {len(context)} texts of {len(context.tokens)} tokens to {context.task}")
+        if adapter is not None:
+            context.adapter_handle = adapter.handle
+            requests.adapter_users[adapter.handle] += 1
+        texts = f"{len(context)} {context.noun}s of {len(context.tokens)} tokens"
+        self._record(request, f"queued with {texts} to {context.task}", Stage.QUEUED)
         self._open.setdefault(identity, {})[submit.handle] = request
         self._deadlines.watch(request)
         requests.opened(submit.scheduling.tenant)
-        self._waiting_tokens += len(context.tokens)
+        self._waiting_tokens += request.waiting_tokens
         self._not_begun += 1
         if not requests.workers:
             self._unchecked[request.order] = request
@@ -99,7 +129,11 @@ class OneShotLane:
         """Cancel a request of a replica. An unknown handle is ignored."""
         request = self._open.get(identity, {}).get(handle)
         if request is not None:
-            self._record(request, f"cancelled by its API process; {request.answered} texts were answered")
+            self._record(
+                request,
+                f"cancelled by its API process; {request.answered} {request.context.noun}s were answered",
+                Stage.ENDED,
+            )
             self._requests.counters["cancelled"] += 1
             self._close(request)
 
@@ -107,7 +141,7 @@ class OneShotLane:
         """End the requests whose id begins with one of `prefixes`. Returns their number."""
         chosen = [request for request in self if request.context.request_id.startswith(tuple(prefixes))]
         for request in chosen:
-            self._record(request, "aborted by an operator")
+            self._record(request, "aborted by an operator", Stage.ENDED)
             self._requests.outbox.end(request.replica_number, request.handle, Finish.CANCELLED)
             self._close(request)
         self._requests.counters["aborted"] += len(chosen)
@@ -134,38 +168,45 @@ class OneShotLane:
 
     # Workers
 
-    def next_batches(self) -> list[tuple[int, Batch]]:
-        """Build at most one batch for each worker that has room for one in flight."""
+    def next_batches(self) -> list[tuple[int, OneShotWork]]:
+        """Build at most one batch, or pass over images, for each worker that has room for one in flight."""
         if self._unchecked and self._requests.workers:
             self._check_waiting()
-        built = []
+        wanted = self._queue.adapters
+        for request, error in unusable(self, wanted, self._requests.workers.values()):
+            self._fail(request, error)
+        built: list[tuple[int, OneShotWork]] = []
         for index, worker in self._requests.workers.items():
             if worker.pools:
-                batch = self._build(worker)
+                kinds = kinds_of(worker, wanted)
+                painting = worker.painting
+                batch = self._build(worker, kinds) if painting is None else self._build_pass(worker, painting)
                 if batch is not None:
                     built.append((index, batch))
         return built
 
-    def result(self, worker: Worker, result: BatchResult) -> None:
-        """Publish the values of a batch. ValueError if no batch in flight has this result."""
+    def result(self, worker: Worker, result: OneShotResult) -> None:
+        """Publish the values of a batch, or the images of a pass. ValueError if none in flight has this result."""
+        if isinstance(result, PixelResult):
+            self._pass_result(worker, result)
+            return
         batch, seconds = worker.batches.take(result.number)
         worker.in_flight.grant_grace()
         self._last_result = self._clock()
         counters = self._requests.counters
         counters["batches"] += 1
-        _count_size(counters, "batch_texts", sum(map(len, batch.pieces)))
-        _count_size(counters, "batch_tokens", batch.tokens)
+        batch.count_in(counters)
         counters["batch_ms"] += round(seconds * 1e3)
         parts = [*result.parts, *[None] * (len(batch.pieces) - len(result.parts))]
         for i, piece in enumerate(batch.pieces):
             values = parts[i]
             if piece.request.ended:
-                _discard(values)
+                discard(values)
                 continue
             if values is None or len(values) != len(piece):
                 why = result.errors.get(i, "the model worker did not answer all of its texts")
                 self._fail(piece.request, RequestError(ErrorCode.FAILED, why))
-                _discard(values)
+                discard(values)
                 continue
             counters["texts"] += len(piece)
             counters["text_tokens"] += piece.tokens
@@ -173,7 +214,11 @@ class OneShotLane:
 
     def lose_worker(self, worker: Worker, story: str, blamed: bool) -> None:
         """Let the texts in the batches of a lost worker wait again. If `blamed`, one of them may be the reason."""
-        pieces = [piece for batch in worker.batches.batches for piece in batch.pieces if not piece.request.ended]
+        held = [piece for batch in worker.batches.batches for piece in batch.pieces]
+        if worker.painting is not None:
+            # Images stay on the worker from pass to pass.
+            held = worker.painting.clear()
+        pieces = [piece for piece in held if not piece.request.ended]
         worker.batches.batches.clear()
         for piece in reversed(pieces):
             request = piece.request
@@ -186,18 +231,17 @@ class OneShotLane:
                 request.record_crash(piece)
             crashes = request.poison(piece)
             if crashes is not None:
-                text = f"the model worker crashed {crashes} times while it computed {_named(piece)} of this request"
+                text = f"the model worker crashed {crashes} times while it computed {piece} of this request"
                 self._fail(request, RequestError(ErrorCode.FAILED, text))
                 continue
-            self._record(request, f"{story}; {_named(piece)} will be computed again")
+            self._record(request, f"{story}; {piece} will be computed again", Stage.RECOVERED)
             self._queue.add(request)
 
     # Inside
 
-    def _build(self, worker: Worker) -> Batch | None:
+    def _build(self, worker: Worker, kinds: Collection[str]) -> Batch | None:
         batches = worker.batches
-        tasks = worker.hello.tasks
-        alone = self._queue.next_is_isolated(tasks)
+        alone = self._queue.next_is_isolated(kinds)
         batches.wants_isolation = alone
         if alone and (len(batches) or len(worker.in_flight)):
             return None
@@ -205,15 +249,61 @@ class OneShotLane:
         if not budget or self._requests.quarantine.any_isolated(worker.rows.sequences):
             batches.wants_isolation = False  # steps must go on first
             return None
-        pieces = self._queue.cut(budget, tasks)
+        pieces = self._queue.cut(budget, kinds)
         if not pieces:
             return None
         batches.wants_isolation = False
         batch = batches.add(pieces, worker.in_flight.answered)
         for piece in pieces:
-            self._begin(piece, worker, batch.number)
+            self._begin(piece, worker, f"batch {batch.number}")
         parts = [piece.request.context.part(piece.first, piece.end) for piece in pieces]
         return Batch(self._incarnation, worker.hello.epoch, batch.number, parts)
+
+    def _pass_result(self, worker: Worker, result: PixelResult) -> None:
+        """Publish the images that are done. ValueError if no pass in flight has this result."""
+        painting = worker.painting
+        if painting is None:
+            raise ValueError(f"pass {result.number} over images answers nothing: worker {result.index} paints none")
+        batch, seconds = worker.batches.take(result.number)
+        self._last_result = self._clock()
+        counters = self._requests.counters
+        counters.update(pixel_passes=1, pixel_steps=len(batch.pieces), batch_ms=round(seconds * 1e3))
+        for painted in painting.answered(result.number, result.passes.tolist()):
+            self._record(painted.piece.request, f"{painted.piece}: step {painted.passes} of {painted.total}")
+        for piece, why in painting.failed(result):
+            self._fail(piece.request, RequestError(ErrorCode.FAILED, why))
+        for piece, number, values in painting.previews(result):
+            request = piece.request
+            self._requests.outbox.preview(request.replica_number, request.handle, piece.first, values, number)
+        for piece, values in painting.finished(result):
+            counters["images"] += 1
+            self._answer(piece, values)
+
+    def _build_pass(self, worker: Worker, painting: Painting) -> PixelStep | None:
+        """Build the next pass over the images of a worker: those that go on, and those that join."""
+        batches = worker.batches
+        if not batches.has_room:
+            return None
+        dropped = painting.take_dropped()
+        joins: list[PixelJoin] = []
+        tasks = worker.hello.tasks
+        everyone = self._requests.workers.values()
+        while painting.has_room and len(painting) <= fewest(other.painting for other in everyone):
+            if self._queue.next_is_isolated(tasks) and (len(painting) or len(batches)):
+                break
+            # One image is taken, however much it weighs.
+            pieces = self._queue.cut(1, tasks)
+            if not pieces:
+                break
+            joins.append(painting.join(pieces[0], worker.remote))
+        if not len(painting) and not dropped:
+            return None
+        batch = batches.add(painting.pieces, worker.in_flight.answered)
+        for piece in batch.pieces[len(batch.pieces) - len(joins) :]:
+            self._begin(piece, worker, f"pass {batch.number}")
+        rows = painting.sent(batch.number, len(joins))
+        drop = np.array(dropped, np.int32)
+        return PixelStep(self._incarnation, worker.hello.epoch, batch.number, rows, drop, joins)
 
     def _budget(self, worker: Worker) -> int:
         """Tokens of the next batch; 0 if the worker must not get one now.
@@ -225,12 +315,13 @@ class OneShotLane:
         most = min(self._limits.text_batch_tokens(worker.hello.device), MAX_VALUES // max(1, worker.hello.hidden_size))
         running = worker.rows.running
         if not running:
-            return batches.budget(most, BATCH_SECONDS, MIN_BATCH_TOKENS) if batches.has_room else 0
+            least = 1 if worker.speaks else MIN_BATCH_TOKENS
+            return batches.budget(most, BATCH_SECONDS, least) if batches.has_room else 0
         if len(batches) or batches.steps_before == worker.in_flight.answered:
             return 0
         return batches.budget(most, worker.prefill_budget.seconds_beside(running) or SECONDS_BESIDE_ROWS, 1)
 
-    def _begin(self, piece: Piece, worker: Worker, number: int) -> None:
+    def _begin(self, piece: Piece, worker: Worker, batch: str) -> None:
         """Count a piece as part of a batch."""
         request = piece.request
         self._waiting_tokens -= piece.tokens
@@ -242,8 +333,9 @@ class OneShotLane:
         request.queued_us = int(waited * 1e6)
         self._requests.counters["text_requests"] += 1
         self._requests.counters["text_queue_ms"] += round(waited * 1e3)
-        where = f"batch {number} of worker {worker.hello.index} (epoch {worker.hello.epoch})"
-        self._record(request, f"{_named(piece)} in {where}, after {waited * 1e3:.1f} ms")
+        where = f"{batch} of worker {worker.hello.index} (epoch {worker.hello.epoch})"
+        story = f"{piece} in {where}, after {waited * 1e3:.1f} ms"
+        self._record(request, story, Stage.COMPUTED, worker.hello.index)
 
     def _answer(self, piece: Piece, values: PooledValues) -> None:
         """Publish the values of a piece, and end its request if they are the last ones."""
@@ -254,14 +346,17 @@ class OneShotLane:
         )
         if request.complete:
             seconds = self._clock() - request.arrived
-            self._record(request, f"finished: {request.answered} texts in {request.batches} parts, {seconds:.3f} s")
+            story = f"finished: {request.answered} {request.context.noun}s in {request.batches} parts, {seconds:.3f} s"
+            self._record(request, story, Stage.ENDED)
             self._requests.counters["finished"] += 1
             self._close(request)
 
-    def _refusal(self, submit: Submit, context: PoolingContext) -> RequestError | None:
+    def _refusal(self, submit: Submit, context: PoolingContext, adapter: Adapter | None) -> RequestError | None:
+        if context.adapter and adapter is None:
+            return gone(context)
         open_of_tenant = self._requests.open_of(submit.scheduling.tenant)
         # Requests that have begun wait, too, with the rest of their texts.
-        full = self._limits.refusal(len(self._queue), self._waiting_tokens, len(context.tokens), open_of_tenant)
+        full = self._limits.refusal(len(self._queue), self._waiting_tokens, int(context.costs[-1]), open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
         workers = self._requests.workers.values()
@@ -278,8 +373,8 @@ class OneShotLane:
                 self._fail(request, error)
 
     def _fail(self, request: OneShotRequest, error: RequestError) -> None:
-        log.warning("request %s failed: %s", request.context.request_id, error.message)
-        self._record(request, f"failed: {error.message}")
+        self._requests.log_failure(request.context.request_id, request.scheduling, error)
+        self._record(request, f"failed: {error.message}", Stage.ENDED)
         self._requests.counters["failed"] += 1
         self._requests.outbox.fail(request.replica_number, request.handle, error)
         self._close(request)
@@ -297,23 +392,9 @@ class OneShotLane:
         if not handles:
             del self._open[request.replica]
         self._requests.closed(request.scheduling.tenant)
+        if request.adapter is not None:
+            self._requests.adapter_users[request.adapter.handle] -= 1
 
-    def _record(self, request: OneShotRequest, text: str) -> None:
-        self._requests.request_log.record(request.context.request_id, text)
-
-
-def _count_size(counters: Counter[str], name: str, size: int) -> None:
-    """Count a size by its power of two, and add it up: see api_server/metrics/server_facts.py."""
-    counters[f"{name}<={1 << (size - 1).bit_length()}"] += 1
-    counters[f"{name}<="] += size
-
-
-def _discard(values: PooledValues | None) -> None:
-    """Remove the segment of values that no replica will get."""
-    if values is not None:
-        values.discard()
-
-
-def _named(piece: Piece) -> str:
-    """The texts of a piece, for people."""
-    return f"text {piece.first}" if len(piece) == 1 else f"texts {piece.first} to {piece.end - 1}"
+    def _record(self, request: OneShotRequest, text: str, stage: int = Stage.NOTE, worker: int = -1) -> None:
+        name, span_id = request.context.request_id, request.scheduling.span_id
+        self._requests.request_log.record(name, text, stage, request.order, worker, span_id)

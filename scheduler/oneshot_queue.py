@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator
 
+from scheduler.adapter import Adapter
 from scheduler.oneshot_request import OneShotRequest, Piece
 
 # Tokens that a long request gets at a time beside others.
@@ -25,7 +26,7 @@ _Entry = tuple[float, int, int, OneShotRequest]
 
 
 class _Level:
-    """The requests of one tenant, priority and task that have texts waiting."""
+    """The requests of one tenant, priority and kind that have texts waiting."""
 
     def __init__(self) -> None:
         self.heap: list[_Entry] = []
@@ -58,7 +59,7 @@ class _Tenant:
     def __init__(self, served: float) -> None:
         # Its tokens so far, divided by its weight.
         self.served = served
-        # By priority and task.
+        # By priority and kind.
         self.levels: dict[tuple[int, str], _Level] = {}
 
 
@@ -95,20 +96,32 @@ class OneShotQueue:
             request.queued = False
             self._tenants[request.scheduling.tenant].levels[_key(request)].drop_ended()
 
-    def next_is_isolated(self, tasks: Collection[str]) -> bool:
-        """Whether the next batch for a worker with these tasks is a text that must be alone."""
-        level = self._next(tasks)
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters for which texts wait, in the order in which the next of their requests came."""
+        firsts: dict[Adapter, int] = {}
+        for tenant in self._tenants.values():
+            for level in tenant.levels.values():
+                level.prune()
+                if level.heap and (adapter := level.heap[0][3].adapter) is not None:
+                    order = level.heap[0][2]
+                    firsts[adapter] = min(order, firsts.get(adapter, order))
+        return sorted(firsts, key=lambda adapter: firsts[adapter])
+
+    def next_is_isolated(self, kinds: Collection[str]) -> bool:
+        """Whether the next batch for a worker that can do these kinds is a text that must be alone."""
+        level = self._next(kinds)
         return level is not None and level.heap[0][3].next_is_isolated
 
-    def cut(self, budget: int, tasks: Collection[str]) -> list[Piece]:
-        """Take the pieces of the next batch, of `budget` tokens or one longer text, for a worker with these tasks.
+    def cut(self, budget: int, kinds: Collection[str]) -> list[Piece]:
+        """Take the pieces of the next batch, of `budget` tokens or one longer text, for a worker of these kinds.
 
         A text that must be alone comes alone.
         """
         pieces: list[Piece] = []
         left = budget
         ends_one = False
-        while (level := self._next(tasks)) is not None:
+        while (level := self._next(kinds)) is not None:
             request = level.heap[0][3]
             whole = request.waiting_tokens <= left
             if pieces and (request.next_tokens > left or request.next_is_isolated or (ends_one and not whole)):
@@ -139,22 +152,22 @@ class OneShotQueue:
             level.push(request)
         return piece
 
-    def _next(self, tasks: Collection[str]) -> _Level | None:
-        """The level whose first request is served next; None when none with one of these tasks waits."""
+    def _next(self, kinds: Collection[str]) -> _Level | None:
+        """The level whose first request is served next; None when none of these kinds waits."""
         best: tuple[int, float, int] | None = None
         chosen: _Level | None = None
         for tenant in self._tenants.values():
-            for (priority, task), level in list(tenant.levels.items()):
+            for (priority, kind), level in list(tenant.levels.items()):
                 level.prune()
                 if not level.heap:
-                    del tenant.levels[priority, task]
+                    del tenant.levels[priority, kind]
                     continue
                 key = (-priority, tenant.served, level.heap[0][2])
-                if task in tasks and (best is None or key < best):
+                if kind in kinds and (best is None or key < best):
                     best = key
                     chosen = level
         return chosen
 
 
 def _key(request: OneShotRequest) -> tuple[int, str]:
-    return request.scheduling.priority, request.context.task
+    return request.scheduling.priority, request.kind

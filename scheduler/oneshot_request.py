@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import PoolingContext, SchedulingOptions
+from interfaces import PooledValues, PoolingContext, SchedulingOptions
+from scheduler.adapter import Adapter
 from scheduler.quarantine import CRASHES_BEFORE_ISOLATION
+
+
+def kind_of(task: str, adapter: Adapter | None) -> str:
+    """Return the name of a task with an adapter, or with none."""
+    return task if adapter is None else f"{task} with adapter {adapter.handle}"
 
 
 @dataclass(eq=False, slots=True)
@@ -30,9 +36,18 @@ class Piece:
     def __len__(self) -> int:
         return self.end - self.first
 
+    def __str__(self) -> str:
+        noun = self.request.context.noun
+        return f"{noun} {self.first}" if len(self) == 1 else f"{noun}s {self.first} to {self.end - 1}"
+
     @property
     def tokens(self) -> int:
         return self.request.tokens_between(self.first, self.end)
+
+    @property
+    def cost(self) -> float:
+        """Its computation, in usual tokens."""
+        return self.tokens * self.request.context.token_cost
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +66,8 @@ class OneShotRequest:
     scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     # Whether it was in a queue before, of another scheduler.
     resubmitted: bool = False
+    # None: the model itself.
+    adapter: Adapter | None = None
     # Ranges of texts that are in no batch.
     waiting: deque[tuple[int, int]] = field(init=False)
     # Texts in batches, and texts that are answered.
@@ -65,14 +82,19 @@ class OneShotRequest:
     # Whether the queue holds it.
     queued: bool = False
     ended: bool = False
-    # Place of each text's first token.
+    # Tokens before each text, or what they weigh.
     _offsets: NDArray[np.int64] = field(init=False)
     # Crashes of workers by text; None while there was none.
     _crashes: NDArray[np.int8] | None = None
 
     def __post_init__(self) -> None:
-        self._offsets = self.context.offsets
+        self._offsets = self.context.costs
         self.waiting = deque([(0, len(self.context))])
+
+    @property
+    def kind(self) -> str:
+        """What a worker must be able to do: the task, with an adapter in memory."""
+        return kind_of(self.context.task, self.adapter)
 
     @property
     def waiting_tokens(self) -> int:
@@ -135,3 +157,9 @@ class OneShotRequest:
         """The crashes of a text of the piece that has crashed too many workers; None if there is no such text."""
         most = 0 if self._crashes is None else int(self._crashes[piece.first : piece.end].max())
         return most if most > CRASHES_BEFORE_ISOLATION else None
+
+
+def discard(values: PooledValues | None) -> None:
+    """Remove the segment of values that no replica will get."""
+    if values is not None:
+        values.discard()

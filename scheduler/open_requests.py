@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from interfaces import FIRST_VERSION, Finish, RequestError
+from interfaces import FIRST_VERSION, Finish, RequestError, SchedulingOptions, Stage
 from scheduler.draining import Drain
 from scheduler.outbox import Outbox
 from scheduler.quarantine import Quarantine
@@ -18,6 +18,7 @@ from scheduler.resumable_streams import ResumableStreams
 from scheduler.sequence import Sequence
 from scheduler.waiting_queue import WaitingQueue
 from scheduler.workers import Worker
+from shared import logs
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,17 @@ class OpenRequests:
         self.deadlines: RequestDeadlines[Sequence] = RequestDeadlines(clock)
         self.quarantine = Quarantine()
         self.request_log = RequestLog()
+        # Tokens of workers that are here are not among them: `counted` has all.
         self.counters: Counter[str] = Counter(
-            preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0, adapter_loads=0
+            preemptions=0,
+            cancelled=0,
+            aborted=0,
+            failed=0,
+            finished=0,
+            recovered=0,
+            adapter_loads=0,
+            placed_tokens=0,
+            saved_tokens=0,
         )
         self._open: Counter[str] = Counter()
         # Number of open requests by the handle of their adapter; the only count of its users.
@@ -52,6 +62,21 @@ class OpenRequests:
     def started(self) -> int:
         """Those that run, and those that ran before and wait to go on."""
         return self.running + self.waiting.returning
+
+    def take_worker(self, index: int) -> Worker:
+        """Take off a worker that is lost. What it has counted stays in the counters of all."""
+        worker = self.workers.pop(index)
+        self.counters["placed_tokens"] += worker.placed_tokens
+        self.counters["saved_tokens"] += worker.saved_tokens
+        return worker
+
+    def counted(self) -> Counter[str]:
+        """The counters, with what the workers that are here have counted. None ever falls."""
+        counted = self.counters.copy()
+        for worker in self.workers.values():
+            counted["placed_tokens"] += worker.placed_tokens
+            counted["saved_tokens"] += worker.saved_tokens
+        return counted
 
     def open_of(self, tenant: str) -> int:
         """Number of open requests of a tenant."""
@@ -71,9 +96,10 @@ class OpenRequests:
         """The worker on which a sequence runs."""
         return next(worker for worker in self.workers.values() if worker.rows.sequences[sequence.row] is sequence)
 
-    def record(self, sequence: Sequence, text: str) -> None:
-        """Write a decision about a request into the request log."""
-        self.request_log.record(sequence.context.request_id, text)
+    def record(self, sequence: Sequence, text: str, stage: int = Stage.NOTE, worker: int = -1) -> None:
+        """Write a decision about a request into the request log; `stage` and `worker` as in `Decision`."""
+        span_id = sequence.scheduling.span_id
+        self.request_log.record(sequence.context.request_id, text, stage, sequence.order, worker, span_id)
 
     def add(self, sequence: Sequence) -> None:
         """Put a new request into the queue."""
@@ -81,7 +107,7 @@ class OpenRequests:
         again = f", {sequence.emitted} of them generated before" if sequence.emitted else ""
         adapted = f", for the {sequence.adapter}" if sequence.adapter is not None else ""
         story = f"queued with {len(sequence.tokens)} tokens{again}{adapted}; {len(self.waiting)} wait before it"
-        self.record(sequence, story)
+        self.record(sequence, story, Stage.QUEUED)
         self.waiting.add(sequence)
         self.opened(sequence.scheduling.tenant)
         if sequence.adapter is not None:
@@ -89,10 +115,25 @@ class OpenRequests:
         self.deadlines.watch(sequence)
         self.streams.add(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, why: str = "its blocks were wanted") -> None:
         """Put a sequence that has lost its row back into the queue."""
         self.counters["preemptions"] += 1
-        self.record(sequence, f"preempted: its blocks were wanted; it goes on later from {len(sequence.tokens)} tokens")
+        story = f"preempted: {why}; it goes on later from {len(sequence.tokens)} tokens"
+        self.record(sequence, story, Stage.PREEMPTED)
+        self.waiting.add(sequence)
+
+    def recover(self, sequence: Sequence, story: str) -> None:
+        """Put a sequence whose worker is lost back into the queue. `story` says how it was lost."""
+        text = f"{story}; it will be computed again from {len(sequence.tokens)} tokens"
+        self.record(sequence, text, Stage.RECOVERED)
+        self.waiting.add(sequence)
+
+    def requeue_misplaced(self, sequence: Sequence) -> None:
+        """Put a sequence that was lost between queue and workers back into the queue."""
+        with logs.about(sequence.context.request_id, sequence.scheduling.trace_id):
+            log.error("request %s was neither in line nor on a worker: it waits again", sequence.context.request_id)
+        sequence.row = -1
+        sequence.blocks = []
         self.waiting.add(sequence)
 
     def change_listener(self, sequence: Sequence, replica: bytes, handle: int) -> bool:
@@ -109,7 +150,8 @@ class OpenRequests:
     def publish_placement(self, sequence: Sequence, replica: int) -> None:
         """Publish how long a sequence waited for its row, and how much of its prompt was cached. Happens once."""
         parts = f"its prompt took {sequence.chunks or 1} steps"
-        self.record(sequence, f"first token; it waited {sequence.queued_us / 1e3:.1f} ms for its place, and {parts}")
+        story = f"first token; it waited {sequence.queued_us / 1e3:.1f} ms for its place, and {parts}"
+        self.record(sequence, story, Stage.FIRST_TOKEN)
         self.outbox.placed(replica, sequence.handle, sequence.cached_tokens, sequence.queued_us)
         sequence.cached_tokens = 0
         sequence.queued_us = -1
@@ -128,28 +170,33 @@ class OpenRequests:
         """End a sequence whose last token is published."""
         guessed, right = sequence.guesses
         parts = f"; {right} of {guessed} guesses at them were right" if guessed else ""
-        self.record(sequence, f"finished with {sequence.emitted} tokens{parts}")
+        self.record(sequence, f"finished with {sequence.emitted} tokens{parts}", Stage.ENDED)
         self.forget(sequence, code)
         self.counters["finished"] += 1
 
     def cancel(self, sequence: Sequence, why: str) -> None:
         """End a sequence without publishing it."""
-        self.record(sequence, why)
+        self.record(sequence, why, Stage.ENDED)
         self.forget(sequence)
         self.counters["cancelled"] += 1
 
     def fail(self, sequence: Sequence, error: RequestError) -> None:
         """End a sequence, wherever it is, and publish the error."""
-        log.warning("request %s failed: %s", sequence.context.request_id, error.message)
-        self.record(sequence, f"failed: {error.message}")
+        self.log_failure(sequence.context.request_id, sequence.scheduling, error)
+        self.record(sequence, f"failed: {error.message}", Stage.ENDED)
         self.counters["failed"] += 1
         self.outbox.fail(self.replicas.number_of(sequence), sequence.handle, error)
         self.forget(sequence, Finish.FAILED, error)
 
+    def log_failure(self, request_id: str, scheduling: SchedulingOptions, error: RequestError) -> None:
+        """Write a line about a request that ends with an error."""
+        with logs.about(request_id, scheduling.trace_id):
+            log.warning("request %s failed: %s", request_id, error.message)
+
     def refuse_queued(self, sequence: Sequence, error: RequestError) -> None:
         """End a sequence that the queue is offering now, and will drop itself."""
         self.counters["failed"] += 1
-        self.record(sequence, f"refused: {error.message}")
+        self.record(sequence, f"refused: {error.message}", Stage.ENDED)
         self.outbox.fail(self.replicas.number_of(sequence), sequence.handle, error)
         self._close(sequence, Finish.FAILED, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interfaces import Finish
+from interfaces import Finish, Stage
 from scheduler.open_requests import OpenRequests
 
 
@@ -28,7 +28,7 @@ def abort(requests: OpenRequests, prefixes: Sequence[str]) -> int:
     everyone = requests.replicas.all_sequences()
     chosen = [sequence for sequence in everyone if sequence.context.request_id.startswith(wanted)]
     for sequence in chosen:
-        requests.record(sequence, "aborted by an operator")
+        requests.record(sequence, "aborted by an operator", Stage.ENDED)
         replica = requests.replicas.number_of(sequence)
         if sequence.queued_us >= 0:
             requests.publish_placement(sequence, replica)

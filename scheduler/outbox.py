@@ -91,6 +91,10 @@ class Outbox:
         """Publish the values of texts of a one-shot request, from index `first` on."""
         self._vectors.append((replica, Vectors(self._incarnation, handle, first, values, queued_us)))
 
+    def preview(self, replica: int, handle: int, index: int, values: PooledValues, number: int) -> None:
+        """Publish a preview of image `index` of a request."""
+        self._vectors.append((replica, Vectors(self._incarnation, handle, index, values, preview=number)))
+
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
         """Publish how many prompt tokens of a request were cached, and how long it waited.
 

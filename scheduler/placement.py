@@ -1,26 +1,25 @@
-"""Which worker a waiting request goes to, and which requests no worker can run.
+"""Puts waiting requests on workers, and says which requests no worker can run.
 
-`order` is the policy. Everything else here is a constraint that holds for any policy.
+`placement_cost.py` has the policy. Everything here is a constraint that holds for any policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Items
 
-from interfaces import GENERATE, ErrorCode, Finish, PoolingContext, PoolingTask, RequestError, TextContext
+from interfaces import GENERATE, ErrorCode, Finish, PoolingContext, PoolingTask, RequestError, Stage, TextContext
+from scheduler import background
+from scheduler.inline_arrays import MOST_INLINE_BYTES, array_bytes, map_arrays
 from scheduler.limits import Limits
 from scheduler.open_requests import OpenRequests
+from scheduler.placement_cost import Choice, Policy
 from scheduler.sequence import Sequence
 from scheduler.waiting_queue import refusal
 from scheduler.workers import Worker
 
 # Tasks whose values are vectors, which can be cut to fewer dimensions.
 _VECTOR_TASKS = (PoolingTask.EMBED, PoolingTask.EMBED_TOKENS)
-
-
-def order(workers: Iterable[Worker], sequence: Sequence) -> list[Worker]:
-    """The workers to try for `sequence`, best first: the fewer sequences run there, the better."""
-    return sorted(doing(GENERATE, workers), key=lambda worker: worker.rows.running)
 
 
 def doing(task: str, workers: Iterable[Worker]) -> list[Worker]:
@@ -59,6 +58,10 @@ def misfit(context: TextContext, workers: Collection[Worker], wanted: int | None
     if not generating:
         return _no_worker(GENERATE, workers)
     workers = generating
+    ranks = max(worker.hello.ranks for worker in workers)
+    if context.prompt_embeddings is not None and ranks > 1:
+        text = f"embeddings are not taken by a group of ranks (tensor_parallel {ranks}): send tokens or text"
+        return RequestError(ErrorCode.INVALID, text)
     takes_images = all(worker.hello.images for worker in workers)
     return refusal(context, max_model_len(workers, wanted), vocab_size(workers), hidden_size(workers), takes_images)
 
@@ -73,7 +76,8 @@ def text_misfit(context: PoolingContext, workers: Collection[Worker], wanted: in
         return _no_worker(context.task, workers)
     longest = int(context.lengths.max())
     most = max_model_len(able, wanted)
-    if longest > most:
+    # A window of codes has what the codec needs around it, however few tokens the model's own texts may have.
+    if longest > most and context.task is not PoolingTask.DECODE_SPEECH:
         text = f"text {int(context.lengths.argmax())} has {longest} tokens; a text may have {most}"
         return RequestError(ErrorCode.TOO_LONG, text)
     known = vocab_size(able)
@@ -91,8 +95,14 @@ def _no_worker(task: str, workers: Iterable[Worker]) -> RequestError:
     return RequestError(ErrorCode.INVALID, f"no model worker here can {task}: they can {can}")
 
 
-def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
-    """Put the next sequence of the queue on the first worker that has room. False if none has.
+def place_waiting(requests: OpenRequests, limits: Limits, policy: Policy, only_returning: bool) -> None:
+    """Put the requests of the queue on workers, in their order, as long as there is room."""
+    _requeue_orphans(requests)
+    requests.waiting.take_while(lambda sequence: place(requests, limits, policy, sequence), only_returning)
+
+
+def place(requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequence) -> bool:
+    """Put the next sequence of the queue on the best worker that has room. False if none has.
 
     Ends the sequence instead if no worker can run it, or if nothing is left to compute.
     """
@@ -111,20 +121,62 @@ def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
         return True
     quarantine = requests.quarantine
     isolated = quarantine.is_isolated(sequence)
-    error = adapter_problem(sequence, workers)
+    error = adapter_problem(sequence, workers) or _size_problem(sequence, workers)
     if error is not None:
         requests.refuse_queued(sequence, error)
         return True
+    while not _put(requests, limits, policy, sequence, limit, isolated):
+        able = [worker for worker in doing(GENERATE, workers) if _could_take(worker, requests, sequence)]
+        yielding = None if sequence.background else background.take_one(able)
+        if yielding is None:
+            return False
+        requests.preempt(yielding, f"request {sequence.context.request_id} wanted its place")
+    return True
+
+
+def _put(
+    requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequence, limit: int, isolated: bool
+) -> bool:
+    """Put a sequence on the best worker that has room, or refuse it. False if none has."""
+    workers = requests.workers.values()
     replica = requests.replicas.number_of(sequence)
-    for worker in order(workers, sequence):
-        if quarantine.any_isolated(worker.rows.sequences) or (isolated and worker.rows.running):
-            continue
-        if not worker.weights.ready or (sequence.adapter is not None and worker.adapters.problem(sequence.adapter)):
-            continue
-        if worker.place(sequence, replica, limit, spare=worker.rows.running):
-            _record_placement(requests, worker, sequence, isolated)
+    able = [worker for worker in doing(GENERATE, workers) if _takes(worker, requests, sequence, isolated)]
+    choices = policy(able, sequence, limits.max_batch_tokens)
+    for i, choice in enumerate(choices):
+        if choice.worker.remote and (problem := map_arrays(sequence)):
+            requests.refuse_queued(sequence, RequestError(ErrorCode.FAILED, problem))
+            return True
+        if choice.worker.place(sequence, replica, limit, spare=choice.worker.rows.running):
+            _record_placement(requests, choice, [*choices[:i], *choices[i + 1 :]], sequence, isolated)
             return True
     return False
+
+
+def _takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated: bool) -> bool:
+    """Whether a worker that has room for a sequence may run it now."""
+    if worker.rows.full or (isolated and worker.rows.running) or not background.may_join(sequence, worker):
+        return False
+    return _could_take(worker, requests, sequence)
+
+
+def _could_take(worker: Worker, requests: OpenRequests, sequence: Sequence) -> bool:
+    """Whether a worker may run a sequence once it has room."""
+    if not worker.weights.ready:
+        return False
+    if sequence.adapter is not None and worker.adapters.problem(sequence.adapter):
+        return False
+    if worker.remote and sequence.images and array_bytes([sequence, *worker.joined]) > MOST_INLINE_BYTES:
+        return False
+    return not requests.quarantine.any_isolated(worker.rows.sequences)
+
+
+def _requeue_orphans(requests: OpenRequests) -> None:
+    """Put sequences back into the queue that waited for another row's blocks, where that row has ended early."""
+    for worker in requests.workers.values():
+        for sequence in worker.take_orphans():
+            story = "the request that computed its beginning has ended: it looks for a place again"
+            requests.record(sequence, story, Stage.QUEUED)
+            requests.waiting.add(sequence)
 
 
 def adapter_problem(sequence: Sequence, workers: Iterable[Worker]) -> RequestError | None:
@@ -135,14 +187,46 @@ def adapter_problem(sequence: Sequence, workers: Iterable[Worker]) -> RequestErr
     return RequestError(ErrorCode.FAILED, problems[0]) if problems and all(problems) else None
 
 
-def _record_placement(requests: OpenRequests, worker: Worker, sequence: Sequence, isolated: bool) -> None:
+def _size_problem(sequence: Sequence, workers: Iterable[Worker]) -> RequestError | None:
+    """Why the images of a sequence are too large for every worker, or None."""
+    if not sequence.images or not all(worker.remote for worker in doing(GENERATE, workers)):
+        return None
+    size = array_bytes([sequence])
+    if size <= MOST_INLINE_BYTES:
+        return None
+    text = f"the images take {size} bytes, and workers of other machines are sent {MOST_INLINE_BYTES} at most"
+    return RequestError(ErrorCode.TOO_LONG, f"{text}: send fewer or smaller images")
+
+
+def _record_placement(
+    requests: OpenRequests, choice: Choice, others: Items[Choice], sequence: Sequence, isolated: bool
+) -> None:
+    worker = choice.worker
     sequence.admitted = True
     cached = int(worker.rows.num_computed_tokens[sequence.row])
-    requests.waiting.charge(sequence, len(sequence.tokens) - cached)
+    awaited = max(0, int(worker.rows.awaited[sequence.row]) - cached)
+    requests.waiting.charge(sequence, len(sequence.tokens) - cached - awaited)
     alone = ", alone: two workers crashed with it" if isolated else ""
     alone += "; it waits until its adapter is read" if worker.rows.awaits_adapter[sequence.row] else ""
     requests.record(
         sequence,
         f"admitted to worker {worker.hello.index} (epoch {worker.hello.epoch}), row {sequence.row}; "
-        f"{cached} of {len(sequence.tokens)} tokens were cached{alone}",
+        f"{cached} of {len(sequence.tokens)} tokens were cached"
+        f"{f', {awaited} more are being computed for another request' if awaited else ''}"
+        f"{_comparison(choice, others)}{alone}",
+        Stage.PLACED,
+        worker.hello.index,
+    )
+
+
+def _comparison(choice: Choice, others: Items[Choice]) -> str:
+    """The reason for a choice in words; empty where there was none."""
+    if not others:
+        return ""
+    matched = max(other.match for other in others)
+    backlogs = ", ".join(f"{other.backlog} on worker {other.worker.hello.index}" for other in others[:4])
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return (
+        f"; its cost was {choice.new_tokens} tokens to compute and a backlog of {choice.backlog}; "
+        f"other workers had at most {matched} of its tokens, and a backlog of {backlogs}{more}"
     )

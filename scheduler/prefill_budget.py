@@ -22,6 +22,8 @@ PREFILL_SHARE = 0.6
 ROWS_OF_A_PROMPT = 4
 # Steps with prompts after which the rows in decode get one step to themselves, to measure their time.
 STEPS_BETWEEN_MEASUREMENTS = 12
+# A step that is to be short may still take this many times as long as the shortest one.
+SHORT_STEPS = 2.0
 # Weight of a new time among those before it.
 _WEIGHT = 0.1
 # The same after a long time without a measurement. A longer time has half of it, because it may have other causes.
@@ -63,6 +65,11 @@ class PrefillBudget:
         if not decoding or decode:
             self._token = _averaged(self._token, max(seconds - decode, 0.1 * seconds) / prompt_tokens)
 
+    @property
+    def token_seconds(self) -> float | None:
+        """The measured time of a prompt's token; None while none is known."""
+        return self._token
+
     def prompt_tokens(self, decoding: int, left: Sequence[int], step_tokens: int) -> int | None:
         """The most tokens of prompts beside `decoding` rows in decode; None for no limit.
 
@@ -86,6 +93,29 @@ class PrefillBudget:
         """The time that a batch of texts may take between two steps of `decoding` rows; None while none is known."""
         decode = self._decode_seconds(decoding)
         return None if decode is None else PREFILL_SHARE * decode
+
+    def knows(self, decoding: int) -> bool:
+        """Whether the time of about so many rows in decode was measured, or is none."""
+        return not decoding or decoding.bit_length() in self._decode
+
+    def rows_within(self, seconds: float) -> int | None:
+        """The most rows in decode whose step takes about `seconds`, as far as known; None for no limit.
+
+        Where the shortest known step is longer than half of that, twice its time is allowed.
+        """
+        allowed = self._at_least(seconds)
+        fitting = max((size for size, known in self._decode.items() if known <= allowed), default=0)
+        longer = [size for size in self._decode if size > fitting]
+        return (1 << (min(longer) - 1)) - 1 if longer and fitting else None
+
+    def tokens_within(self, seconds: float, share: float = 1.0) -> int | None:
+        """The most tokens of prompts that take about a `share` of `seconds`, allowed as above; None for no limit."""
+        if self._token is None:
+            return None
+        return max(MIN_PREFILL_TOKENS, int(share * self._at_least(seconds) / self._token))
+
+    def _at_least(self, seconds: float) -> float:
+        return max(seconds, SHORT_STEPS * min(self._decode.values(), default=0.0))
 
     def _decode_seconds(self, decoding: int) -> float | None:
         """Seconds of a step of `decoding` rows alone, by the nearest number of rows that was measured."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from scheduler.sequence import Sequence
 
+# `order` of rows of the lowest priority begins here, so that they are younger than all others.
+BACKGROUND_ORDER = 1 << 62
 # `upto` of a row that waits for no image.
 ALL_TOKENS = int(np.iinfo(np.int32).max)
 
@@ -36,6 +38,8 @@ class RowTable:
         self.upto = np.full(max_rows, ALL_TOKENS, np.int32)
         # Whether the row waits until the worker has read its adapter.
         self.awaits_adapter = np.zeros(max_rows, bool)
+        # Tokens that another row is computing and that this one waits for (`prefix_waits.py`); 0: it waits for none.
+        self.awaited = np.zeros(max_rows, np.int32)
         # Number of the step that the row joined with; 0 before it.
         self.joined = np.zeros(max_rows, np.int64)
         self.order = np.zeros(max_rows, np.int64)
@@ -51,6 +55,8 @@ class RowTable:
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         # Right guesses of steps in flight that may come beyond `num_tokens`.
         self.ahead = np.zeros(max_rows, np.int32)
+        # Number of rows of the lowest priority.
+        self.background = 0
         self._free = list(range(max_rows))
         self._reporting = 0
 
@@ -63,6 +69,11 @@ class RowTable:
         return len(self.sequences) - len(self._free)
 
     @property
+    def free(self) -> int:
+        """Number of free rows."""
+        return len(self._free)
+
+    @property
     def full(self) -> bool:
         return not self._free
 
@@ -73,11 +84,17 @@ class RowTable:
     def runnable(self) -> NDArray[np.int32]:
         """Rows with tokens left to compute, ascending.
 
-        A row whose last allowed token is in flight has none, nor has one that waits for an image or an adapter.
+        A row whose last allowed token is in flight has none, nor has one that waits for an image, an adapter or
+        another row.
         """
         unfinished = (self.num_computed_tokens < self.num_tokens) & (self.num_tokens < self.limit)
-        unfinished &= (self.num_computed_tokens < self.upto) & ~self.awaits_adapter
+        unfinished &= (self.num_computed_tokens < self.upto) & ~self.awaits_adapter & (self.awaited == 0)
         return np.flatnonzero(self.in_use & unfinished).astype(np.int32)
+
+    def tokens_to_compute(self) -> int:
+        """Tokens of prompts that are still to be computed for all rows."""
+        left = self.num_tokens - np.maximum(self.num_computed_tokens, self.awaited)
+        return int(left[self.in_use & (left > 1)].sum())
 
     def sequence(self, row: int) -> Sequence:
         """The owner of a row in use. ValueError for a free row."""
@@ -102,8 +119,10 @@ class RowTable:
         self.limit[row] = limit
         self.upto[row] = ALL_TOKENS
         self.awaits_adapter[row] = False
+        self.awaited[row] = 0
         self.joined[row] = 0
-        self.order[row] = sequence.order
+        self.order[row] = sequence.order + (BACKGROUND_ORDER if sequence.background else 0)
+        self.background += sequence.background
         self.num_blocks[row] = len(sequence.blocks)
         self.handle[row] = sequence.handle
         self.replica[row] = replica
@@ -121,6 +140,7 @@ class RowTable:
         sequence = self.sequence(row)
         sequence.row = -1
         self._reporting -= int(self.reports[row])
+        self.background -= sequence.background
         self.sequences[row] = None
         self.in_use[row] = False
         self.version[row] += 1

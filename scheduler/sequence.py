@@ -74,13 +74,25 @@ class Sequence:
     def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:
         context = submit.text
         return cls(
-            replica, submit.handle, order, context, clock(), submit.scheduling, next_report=context.next_prompt_report
+            replica,
+            submit.handle,
+            order,
+            context,
+            clock(),
+            submit.scheduling,
+            next_report=context.next_prompt_report,
+            next_hidden=context.hidden_from,
         )
 
     @property
     def returning(self) -> bool:
         """Whether it ran before, here or under another scheduler. It goes to the front of the queue then."""
         return self.admitted or self.emitted > 0
+
+    @property
+    def background(self) -> bool:
+        """Whether it runs while nothing else does."""
+        return self.scheduling.in_background
 
     @property
     def reports_prompt(self) -> bool:

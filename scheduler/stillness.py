@@ -68,14 +68,15 @@ def _worker_of(sequence: Sequence, workers: Mapping[int, Worker]) -> Worker | No
 def _progress(sequence: Sequence, workers: Mapping[int, Worker]) -> _Progress:
     """A value that changes whenever something is computed that the sequence depends on.
 
-    That is the sequence itself, or the steps of others while it waits for a row or for blocks.
+    That is the sequence itself, or the steps of others while it waits for a row, for blocks, for its beginning, or for
+    the end of all others.
     """
     worker = _worker_of(sequence, workers)
     if worker is None:
         return -1, sum(one.in_flight.answered for one in workers.values())
     table = worker.rows
     row = sequence.row
-    if table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
+    if sequence.background or table.awaited[row] or table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
         return -1, worker.in_flight.answered
     return int(table.num_computed_tokens[row]), 0
 

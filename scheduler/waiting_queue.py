@@ -1,6 +1,7 @@
 """The requests that wait, their order, and the refusal of those that can never run.
 
-Requests that ran already (preempted, or their worker was lost) go first, oldest first. The others go by priority.
+Requests that ran already (preempted, or their worker was lost) go first, oldest first, but those of the lowest priority
+only before others of theirs. The others go by priority.
 Within one priority tenants (API keys) share by weighted deficit round robin over tokens: the tenant that was served the
 fewest tokens, divided by its weight, is next. The requests of one tenant keep the order of their arrival. A tenant that
 comes back after a pause starts level with the others: the pause earns it nothing.
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from interfaces import ErrorCode, RequestError, TextAndVisionContext, TextContext
+from interfaces import LOWEST_PRIORITY, ErrorCode, RequestError, TextAndVisionContext, TextContext
 from scheduler.sequence import Sequence
 
 
@@ -31,17 +32,23 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._returning: list[Sequence] = []
+        # Those of the lowest priority among them.
+        self._returning_last: list[Sequence] = []
         self._tenants: dict[str, _Tenant] = {}
         self._level = 0.0
         self._count = 0
         # Tokens of all waiting sequences.
         self.tokens = 0
+        # Those of the lowest priority: their number, and their tokens.
+        self.background = 0
+        self.background_tokens = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._returning
+        yield from self._returning_last
         for tenant in self._tenants.values():
             for queue in tenant.queues.values():
                 yield from queue
@@ -51,8 +58,7 @@ class WaitingQueue:
         if queue is None:
             queue = self._open_queue(sequence)
         bisect.insort(queue, sequence, key=_order)
-        self._count += 1
-        self.tokens += len(sequence.tokens)
+        self._count_in(sequence, 1)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out. Nothing happens if it does not wait."""
@@ -64,7 +70,7 @@ class WaitingQueue:
     @property
     def returning(self) -> int:
         """The number of sequences that ran before."""
-        return len(self._returning)
+        return len(self._returning) + len(self._returning_last)
 
     def take_while(self, placed: Callable[[Sequence], bool], only_returning: bool = False) -> None:
         """Offer the next sequence to `placed` until it returns False. No sequence overtakes, so none starves."""
@@ -73,7 +79,7 @@ class WaitingQueue:
             # `placed` may change `returning`, by which a sequence's queue is found. The queue is therefore kept here.
             if not placed(sequence):
                 return
-            if queue is not self._returning:
+            if not self._has_returned(queue):
                 self._level = self._tenants[sequence.scheduling.tenant].served
             self._take(queue, 0)
 
@@ -85,7 +91,7 @@ class WaitingQueue:
 
     def _next_queue(self, only_returning: bool) -> list[Sequence] | None:
         if self._returning or only_returning:
-            return self._returning or None
+            return self._returning or self._returning_last or None
         best: tuple[int, float, int] | None = None
         chosen = None
         for tenant in self._tenants.values():
@@ -93,11 +99,16 @@ class WaitingQueue:
                 if queue and (best is None or (-priority, tenant.served, queue[0].order) < best):
                     best = (-priority, tenant.served, queue[0].order)
                     chosen = queue
+        if self._returning_last and (best is None or -best[0] <= LOWEST_PRIORITY):
+            return self._returning_last
         return chosen
+
+    def _has_returned(self, queue: list[Sequence]) -> bool:
+        return queue is self._returning or queue is self._returning_last
 
     def _queue_of(self, sequence: Sequence) -> list[Sequence] | None:
         if sequence.returning:
-            return self._returning
+            return self._returning_last if sequence.background else self._returning
         tenant = self._tenants.get(sequence.scheduling.tenant)
         return tenant.queues.get(sequence.scheduling.priority) if tenant else None
 
@@ -107,11 +118,18 @@ class WaitingQueue:
             tenant.served = max(tenant.served, self._level)
         return tenant.queues.setdefault(sequence.scheduling.priority, [])
 
+    def _count_in(self, sequence: Sequence, number: int) -> None:
+        tokens = number * len(sequence.tokens)
+        self._count += number
+        self.tokens += tokens
+        if sequence.background:
+            self.background += number
+            self.background_tokens += tokens
+
     def _take(self, queue: list[Sequence], i: int) -> None:
         sequence = queue.pop(i)
-        self._count -= 1
-        self.tokens -= len(sequence.tokens)
-        if not queue and queue is not self._returning:
+        self._count_in(sequence, -1)
+        if not queue and not self._has_returned(queue):
             del self._tenants[sequence.scheduling.tenant].queues[sequence.scheduling.priority]
 
 

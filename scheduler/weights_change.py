@@ -73,6 +73,12 @@ def obstacle(order: WeightsOrder, workers: Collection[Worker], held: Collection[
         return "no model worker is ready: try again"
     if any(GENERATE not in worker.hello.tasks for worker in workers):
         return "only weights of models that generate text are changed while they run: restart the server"
+    ranks = max(worker.hello.ranks for worker in workers)
+    if ranks > 1 and order.action != WeightsAction.RENAME:
+        return (
+            f"the weights and the memory of a group of ranks (tensor_parallel {ranks}) are not changed while it runs: "
+            "restart the server"
+        )
     changes = order.action in (WeightsAction.UPDATE, WeightsAction.RECEIVE, WeightsAction.RELEASE)
     if changes and any(worker.hello.images != NO_IMAGES for worker in workers):
         return "this model takes images, and its weights are not changed while it runs: start it with --no-vision"

@@ -9,7 +9,7 @@ bytes. Does not know names, digests or files.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from interfaces import AdapterState, DropAdapter, LoadAdapter
 from scheduler.adapter import Adapter
@@ -23,11 +23,21 @@ LOAD_SECONDS = 600.0
 class WorkerAdapters:
     """The adapters of one worker, which may take `memory` bytes together; 0: it takes none."""
 
-    def __init__(self, memory: int, table: RowTable, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        memory: int,
+        table: RowTable,
+        clock: Callable[[], float] = time.monotonic,
+        in_batches: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        """`in_batches` gives the handles of the adapters that batches of texts use."""
         self.memory = memory
+        # Handles of adapters that texts wait for: they do not leave.
+        self.awaited: set[int] = set()
         # Adapters that left for others.
         self.evictions = 0
         self._table = table
+        self._in_batches = in_batches
         self._clock = clock
         # In memory or being read, the least recently used first.
         self._held: dict[int, Adapter] = {}
@@ -53,6 +63,14 @@ class WorkerAdapters:
 
     def holds(self, adapter: Adapter) -> bool:
         return adapter.handle in self._held
+
+    def has_read(self, adapter: Adapter) -> bool:
+        """Whether a batch may use the adapter."""
+        return adapter.handle in self._held and adapter.handle not in self._loading
+
+    def used_now(self, adapter: Adapter) -> None:
+        """Note that an adapter that is held is used: others leave before it."""
+        self._held[adapter.handle] = self._held.pop(adapter.handle)
 
     def problem(self, adapter: Adapter) -> str:
         """Why this worker can never run a sequence with the adapter; empty if it can."""
@@ -91,8 +109,7 @@ class WorkerAdapters:
         if adapter is None:
             return
         self.load(adapter)
-        # To the end: it was used last.
-        self._held[adapter.handle] = self._held.pop(adapter.handle)
+        self.used_now(adapter)
         self._table.awaits_adapter[sequence.row] = adapter.handle in self._loading
 
     def loaded(self, handle: int) -> list[Sequence]:
@@ -177,9 +194,10 @@ class WorkerAdapters:
         return not adapter.pinned and adapter.handle not in users and adapter.handle not in self._loading
 
     def _users(self) -> set[int]:
-        """Handles of the adapters that rows use."""
+        """Handles of the adapters that rows and batches use, or will use next."""
         rows = (sequence for sequence in self._table.sequences if sequence is not None)
-        return {sequence.adapter.handle for sequence in rows if sequence.adapter is not None}
+        of_rows = {sequence.adapter.handle for sequence in rows if sequence.adapter is not None}
+        return of_rows.union(self._in_batches(), self.awaited)
 
     def _rows_of(self, handle: int) -> list[Sequence]:
         rows = (sequence for sequence in self._table.sequences if sequence is not None)

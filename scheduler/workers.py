@@ -8,12 +8,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import GENERATE, StepResult, WorkerHello, WorkerStatus
+from interfaces import GENERATE, PoolingTask, StepResult, WorkerHello, WorkerStatus
 from scheduler.batches_in_flight import BatchesInFlight
 from scheduler.blocks import BlockPool
 from scheduler.image_rows import ImageRows
 from scheduler.in_flight import NewTokens, StepsInFlight
+from scheduler.kv_log import KvLog
+from scheduler.limits import MIN_AWAITED_TOKENS
+from scheduler.painting import Painting
 from scheduler.prefill_budget import PrefillBudget
+from scheduler.prefix_waits import Fill, PrefixWaits
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.step_deadline import StepDeadline
@@ -33,22 +37,37 @@ class Worker:
         max_running: int,
         prefix_cache: bool,
         stall_seconds: float,
+        min_awaited_tokens: int = MIN_AWAITED_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hello = hello
+        # Whether it is on another machine: it maps no shared memory of this one, and may be cut off.
+        self.remote = False
         self.prefix_cache = prefix_cache
+        self.min_awaited_tokens = min_awaited_tokens
         self.prefill_budget = PrefillBudget()
         self.pool = BlockPool(hello.num_blocks)
         self.rows = RowTable(min(hello.max_rows, max_running))
+        self.prefix_waits = PrefixWaits(self.rows)
         self.in_flight = StepsInFlight(self.rows, StepDeadline(stall_seconds), clock)
         self.batches = BatchesInFlight(StepDeadline(stall_seconds), clock)
         # Whether it computes texts in one pass.
         self.pools = any(task != GENERATE for task in hello.tasks)
+        # Whether it speaks: a sentence takes as long as many texts, and the first one is heard before the last is made.
+        self.speaks = bool({PoolingTask.SPEAK, PoolingTask.DECODE_SPEECH}.intersection(hello.tasks))
+        # The images that it paints, if it does; they take many passes each.
+        self.painting = Painting(hello.device) if PoolingTask.PAINT in hello.tasks else None
         self.images = ImageRows(self.rows, hello.images, clock)
-        self.adapters = WorkerAdapters(hello.adapter_memory, self.rows, clock)
+        self.adapters = WorkerAdapters(hello.adapter_memory, self.rows, clock, lambda: self.batches.adapters)
         self.weights = WorkerWeights(hello.weights, clock)
         self.dropped: list[int] = []
+        # Sequences that the worker has not been sent.
         self.joined: list[Sequence] = []
+        # The changes of its prefix cache, where they are published.
+        self.kv_log: KvLog | None = None
+        # Tokens of the sequences that were placed here, and those of them that were not computed again.
+        self.placed_tokens = 0
+        self.saved_tokens = 0
         self.new_blocks: list[tuple[int, int, int]] = []
         self._clock = clock
 
@@ -65,10 +84,17 @@ class Worker:
         """Whether a sequence shares no forward pass here, so that its bits depend on no other."""
         return sequence.scheduling.deterministic and not self.hello.row_invariant
 
+    def match_tokens(self, sequence: Sequence) -> int:
+        """Number of tokens of a waiting sequence that need no computing here, if it is placed now."""
+        sequence.begin_with(self.weights.number)
+        shared = self._match(sequence)
+        return (len(shared) + len(self._fills(sequence, len(shared)))) * self.block_size
+
     def place(self, sequence: Sequence, replica: int, limit: int, spare: int) -> bool:
         """Give a waiting sequence a row, the blocks of all its tokens, and its adapter. False if there is no room.
 
-        `spare` blocks are kept for the growth of the sequences that run already.
+        `spare` blocks are kept for the growth of the sequences that run already. Where another row is computing more of
+        its beginning, the row waits for that.
         """
         if self.rows.full:
             return False
@@ -77,33 +103,59 @@ class Worker:
         sequence.begin_with(self.weights.number)
         needed = -(-(len(sequence.tokens) + 1) // self.block_size)
         shared = self._match(sequence)
+        cached = len(shared) * self.block_size
+        fills = self._fills(sequence, len(shared))
+        shared += [fill.block for fill in fills]
         fresh = needed - len(shared)
         if fresh + self.pool.unowned(shared) + (spare if self.rows.running else 0) > self.pool.available:
             return False
         self.pool.share(shared)
         sequence.blocks = shared + self.pool.allocate(fresh)
-        cached = len(shared) * self.block_size
         if sequence.emitted == 0 and sequence.preemptions == 0:
-            sequence.cached_tokens = sequence.context.cached_prefix_length = cached
             sequence.queued_us = int((self._clock() - sequence.arrived) * 1e6)
-        sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         row = self.rows.take(sequence, replica, limit, cached, self.runs_alone(sequence))
         self.images.placed(sequence, cached)
         self.adapters.placed(sequence)
         self.joined.append(sequence)
         self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]
+        if fills:
+            self.prefix_waits.wait(row, fills, len(shared) * self.block_size)
+        else:
+            self._begin_at(sequence, cached)
+        # Those that report share few tokens of each step: a row that waited for one would be as slow.
+        if self._computes_for_others(sequence) and not self.rows.report_end[row]:
+            self.prefix_waits.announce(row, sequence.blocks, self._hashes(sequence), len(shared), self.block_size)
         return True
+
+    def settle_waits(self) -> None:
+        """Let rows run whose beginning the steps that were sent compute for others."""
+        for row in self.prefix_waits.settle():
+            self._begin_at(self.rows.sequence(row), int(self.rows.num_computed_tokens[row]))
+
+    def take_orphans(self) -> list[Sequence]:
+        """Take off the sequences that wait for blocks which no row fills any more. They have computed nothing."""
+        taken: list[Sequence] = []
+        while orphans := self.prefix_waits.orphans():
+            taken += [self.remove(row) for row in orphans]
+        return taken
+
+    @property
+    def joining(self) -> list[Sequence]:
+        """The sequences that the next step introduces."""
+        return [sequence for sequence in self.joined if not self.rows.awaited[sequence.row]]
 
     @property
     def sends_joins(self) -> bool:
         """Whether the worker must know of a row although nothing is computed: it begins to encode its images."""
-        return bool(self.images.takes) and any(sequence.images for sequence in self.joined)
+        return bool(self.images.takes) and any(sequence.images for sequence in self.joining)
 
     def remove(self, row: int) -> Sequence:
         """Take a sequence off the worker. Its full blocks stay in the prefix cache."""
         # A step in flight may compute its last token, and right guesses beyond its end.
         computed = int(self.rows.num_computed_tokens[row])
         self._register(row, min(computed, len(self.rows.sequence(row).tokens)))
+        self.settle_waits()
+        self.prefix_waits.forget(row)
         sequence = self.rows.give_back(row)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
@@ -160,10 +212,11 @@ class Worker:
 
     def take_changes(self) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Rows to drop and new blocks since the last step, for the step that is sent now."""
-        changes = self.dropped, self.new_blocks
+        held = self.rows.awaited > 0
+        changes = self.dropped, [entry for entry in self.new_blocks if not held[entry[0]]]
         self.dropped = []
-        self.joined = []
-        self.new_blocks = []
+        self.joined = [sequence for sequence in self.joined if held[sequence.row]]
+        self.new_blocks = [entry for entry in self.new_blocks if held[entry[0]]]
         return changes
 
     def receive(self, result: StepResult) -> NewTokens:
@@ -234,6 +287,8 @@ class Worker:
             encode_ms=self.hello.encode_ms,
             backend=self.hello.backend,
             tasks=self.hello.tasks,
+            placed_tokens=self.placed_tokens,
+            saved_tokens=self.saved_tokens,
         )
 
     def _make_room_ahead(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int32] | None:
@@ -260,6 +315,25 @@ class Worker:
         found = self.pool.match(self._hashes(sequence)[: sequence.reusable // self.block_size])
         return found[: self._shareable(sequence, len(found) * self.block_size) // self.block_size]
 
+    def _fills(self, sequence: Sequence, first: int) -> list[Fill]:
+        """Blocks from index `first` on that rows are filling with the beginning of `sequence`; none if it is short."""
+        if not self._computes_for_others(sequence):
+            return []
+        found = self.prefix_waits.find(self._hashes(sequence)[first : sequence.reusable // self.block_size])
+        return found if len(found) * self.block_size >= self.min_awaited_tokens else []
+
+    def _computes_for_others(self, sequence: Sequence) -> bool:
+        """Whether others may wait for the blocks of a sequence, and it for theirs."""
+        return self.prefix_cache and not sequence.images and not self.runs_alone(sequence)
+
+    def _begin_at(self, sequence: Sequence, cached: int) -> None:
+        """Note that the first `cached` tokens of a sequence need no computing."""
+        if sequence.emitted == 0 and sequence.preemptions == 0:
+            sequence.cached_tokens = sequence.context.cached_prefix_length = cached
+        sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
+        self.placed_tokens += len(sequence.tokens)
+        self.saved_tokens += cached
+
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         return sequence.prefix_hashes(self.block_size, self.runs_alone(sequence))
 
@@ -278,8 +352,12 @@ class Worker:
         if not self.prefix_cache or sequence.mixed or not self.images.shares_prefix(sequence):
             return
         full = self._shareable(sequence, tokens) // self.block_size
-        for block, digest in zip(sequence.blocks[:full], self._hashes(sequence), strict=False):
-            self.pool.register(block, digest)
+        hashes = self._hashes(sequence)
+        pairs = zip(sequence.blocks[:full], hashes, strict=False)
+        new = [index for index, (block, digest) in enumerate(pairs) if self.pool.register(block, digest)]
+        if new and self.kv_log is not None and not self.runs_alone(sequence):
+            # Those between may be registered under other blocks: readers take them once more.
+            self.kv_log.stored(sequence, hashes, new[0], new[-1] + 1 - new[0])
 
     def _forget_unsent(self, row: int, sequence: Sequence) -> None:
         if sequence in self.joined:

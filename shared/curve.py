@@ -7,6 +7,8 @@ stranger does not get past the handshake: no byte of it reaches a process, and i
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,90 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from shared.settings import SettingsError
 
+log = logging.getLogger(__name__)
+
 SERVER = "server"
 PEER = "peer"
 PEERS = "peers"
 _DOMAIN = "tokenyard"
+# Length of a key in the text of a file.
+_KEY_LENGTH = 40
+
+# Milliseconds between ZeroMQ's heartbeats of an idle connection, and without an answer until it is closed. ZeroMQ's own
+# thread sends and answers them, so a busy process is no silent one.
+_HEARTBEAT_MS = 1000
+_SILENCE_MS = 4000
+# Milliseconds that an attempt to connect, or a handshake, may take. The kernel alone would try for minutes.
+_CONNECT_MS = 2000
+# Seconds without traffic until the kernel asks whether the peer's host is there, between its questions, and their
+# number: the second line behind the heartbeats.
+_KEEPALIVE = (5, 2, 3)
+
+
+class PeerList:
+    """Lets the peers of a folder in, and no others. `stop` ends it, once the sockets that ask it are closed."""
+
+    def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
+        self._folder = folder / PEERS
+        self._known: dict[str, int] = {}
+        # The files that could not be read, each with the reason.
+        self._broken: dict[str, str] = {}
+        # Replaced as a whole: the authenticator's thread reads it.
+        self._allowed: frozenset[bytes] = frozenset()
+        self.refresh()
+        self._guard = ThreadAuthenticator(context)
+        self._guard.start()
+        self._guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the peer with this public key may come; the authenticator asks."""
+        return key in self._allowed
+
+    def refresh(self) -> bool:
+        """Read the folder again if its files have changed. Returns whether the list is another one.
+
+        A file that cannot be read lets no peer in, and changes nothing for the others.
+        """
+        listed = self._listed()
+        if listed == self._known and not self._broken:
+            return False
+        allowed = set()
+        broken = {}
+        for name in listed:
+            try:
+                allowed.add(_public_key(self._folder / name))
+            except (OSError, ValueError) as error:
+                broken[name] = str(error)
+        for name in broken.keys() - self._broken.keys():
+            log.warning("%s cannot be read, so its peer may not connect: %s", self._folder / name, broken[name])
+        changed = allowed != self._allowed
+        self._known = listed
+        self._broken = broken
+        self._allowed = frozenset(allowed)
+        return changed
+
+    def stop(self) -> None:
+        self._guard.stop()
+
+    def _listed(self) -> dict[str, int]:
+        listed = {}
+        # A file may go between the two calls, and an editor replaces it.
+        with contextlib.suppress(OSError):
+            for path in self._folder.glob("*.key"):
+                with contextlib.suppress(OSError):
+                    listed[path.name] = path.stat().st_mtime_ns
+        return listed
+
+
+def _public_key(file: Path) -> bytes:
+    """The public key in a file. OSError or ValueError where it has none, as one that is half written."""
+    try:
+        public, _ = load_certificate(file)
+    except LookupError:
+        public = b""
+    if len(public) != _KEY_LENGTH:
+        raise ValueError("it has no whole public key")
+    return public
 
 
 def make_server_keys(folder: Path) -> None:
@@ -47,27 +129,49 @@ def make_peer_keys(folder: Path, name: str) -> Path:
     return carried
 
 
-def bind_secure(router: zmq.Socket[bytes], endpoint: str, folder: Path) -> ThreadAuthenticator:
-    """Lets the ROUTER listen at a tcp endpoint, too, for the peers of `folder`. `stop` the result at the end.
+def watch_connection(socket: Any) -> None:
+    """Have a silent peer noticed in seconds, on connections that are made after this.
 
-    Options hold for what is bound after them: an ipc endpoint that is bound already stays as it is.
+    For tcp only: on one machine the kernel closes the connection of a process that ends.
     """
-    public, secret = _pair(folder / f"{SERVER}.key_secret")
-    guard = ThreadAuthenticator(router.context)
-    guard.start()
-    guard.configure_curve(domain=_DOMAIN, location=str(folder / PEERS))
-    router.setsockopt(zmq.CURVE_SERVER, 1)
-    router.setsockopt(zmq.CURVE_PUBLICKEY, public)
-    router.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    router.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    # Without this, libzmq lets every peer with the server's public key in when no authenticator answers.
-    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_MS)
+    idle, interval, count = _KEEPALIVE
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
+
+
+def bind_secure(router: zmq.Socket[bytes], endpoint: str, folder: Path) -> PeerList:
+    """Lets the ROUTER listen at a tcp endpoint for the peers of `folder`. `stop` the result at the end.
+
+    Options hold for what is bound after them: an ipc endpoint that is bound already stays as it is. A peer chooses the
+    name under which it comes, so a ROUTER that takes names for proofs has no other endpoint.
+    """
+    secure_server(router, folder)
+    watch_connection(router)
+    guard = PeerList(router.context, folder)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
         guard.stop()
         raise SettingsError(f"worker_endpoint {endpoint!r} cannot be bound: {error}") from None
     return guard
+
+
+def secure_server(socket: Any, folder: Path) -> None:
+    """Have the socket take only listed peers at endpoints that it binds from now on. A `PeerList` must be there."""
+    public, secret = _pair(folder / f"{SERVER}.key_secret")
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+    # Without this, libzmq lets every peer with the server's public key in when no authenticator answers.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def secure_connection(dealer: Any, folder: Path) -> None:
@@ -77,6 +181,7 @@ def secure_connection(dealer: Any, folder: Path) -> None:
     dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
     dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
     dealer.setsockopt(zmq.CURVE_SERVERKEY, server)
+    watch_connection(dealer)
 
 
 def check_server_keys(folder: Path) -> None:

@@ -16,13 +16,18 @@ UPLOADED_WEIGHTS = "uploaded_weights"
 _LOCAL_WORKER = b"worker:"
 
 
-def worker_identity(index: int, epoch: int, pid: int, endpoint: str) -> bytes:
-    """A worker's name on its socket, which also says whether it is a process of the scheduler's machine."""
-    kind = "worker" if endpoint.startswith("ipc:") else "remote"
-    return f"{kind}:{index}:{epoch}:{pid}".encode()
+def worker_identity(index: int, epoch: int, pid: int) -> bytes:
+    """The name on its socket of a worker that is a process of the scheduler's machine."""
+    return f"worker:{index}:{epoch}:{pid}".encode()
+
+
+def remote_identity(name: str) -> bytes:
+    """The name on its socket of a worker of another machine, which has no index yet."""
+    return f"remote:{name}".encode()
 
 
 def is_local_worker(identity: bytes) -> bool:
+    """Whether a name is that of a process of this machine. A peer chooses its own, so the socket must be this one's."""
     return identity.startswith(_LOCAL_WORKER)
 
 
@@ -67,6 +72,16 @@ class RunDirectory:
         return self.path / "image.key"
 
     @property
+    def doors(self) -> Path:
+        """The folder of the locks that say which API processes have the listening sockets."""
+        return self.path / "doors"
+
+    @property
+    def accounts_file(self) -> Path:
+        """The book of what each key uses; API processes share it."""
+        return self.path / "accounts.db"
+
+    @property
     def adapters_file(self) -> Path:
         """The adapters that were loaded; the scheduler writes it, and reads it when it was restarted."""
         return self.path / "adapters.json"
@@ -77,6 +92,11 @@ class RunDirectory:
         return self.path / UPLOADS
 
     @property
+    def painted_images(self) -> Path:
+        """The folder of images that clients fetch by URL; API processes write and remove them."""
+        return self.path / "painted_images"
+
+    @property
     def weights_file(self) -> Path:
         """The version of the weights that is served; the scheduler writes it, and workers that start read it."""
         return self.path / "weights.json"
@@ -85,6 +105,11 @@ class RunDirectory:
     def uploaded_weights(self) -> Path:
         """The folder of tensors that were sent: API processes and workers write them, the scheduler removes them."""
         return self.path / UPLOADED_WEIGHTS
+
+    @property
+    def index_file(self) -> Path:
+        """The index that a scheduler on another machine has given the worker of this directory."""
+        return self.path / "index"
 
     @property
     def deaths_file(self) -> Path:
@@ -99,6 +124,11 @@ class RunDirectory:
     def processes_file(self) -> Path:
         """The table of silent processes; the supervisor writes it (shared/process_table.py)."""
         return self.path / "processes.json"
+
+    @property
+    def live_directory(self) -> Path:
+        """The folder in which API replicas keep their live figures."""
+        return self.path / "live"
 
     @property
     def metrics_directory(self) -> Path:

@@ -11,7 +11,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +20,8 @@ FORMATS = ("text", "json")
 _ROUTINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING) ")
 _TROUBLE = ("error", "critical")
 
-# Facts of the request that is being served: request_id, and trace_id where the client has one.
+# Ids of the request that a line is about: request_id; trace_id where it belongs to a trace; span_id where its span is
+# made in this process.
 of_request: ContextVar[Mapping[str, str] | None] = ContextVar("of_request", default=None)
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -36,6 +38,16 @@ def configure(role: str, level: str, form: str = "text") -> logging.Logger:
     for chatty in _CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return logging.getLogger("tokenyard")
+
+
+@contextmanager
+def about(request_id: str, trace_id: str = "") -> Iterator[None]:
+    """Give the lines inside the ids of a request, for code that serves many at once."""
+    before = of_request.set({"request_id": request_id, **({"trace_id": trace_id} if trace_id else {})})
+    try:
+        yield
+    finally:
+        of_request.reset(before)
 
 
 def utc(seconds: float) -> str:
@@ -94,10 +106,11 @@ class _Formatter(logging.Formatter):
             trouble = self._trouble(record)
             facts |= {"exception": trouble} if trouble else {}
             return line("json", record.created, record.levelname, self._role, record.getMessage(), facts)
-        # In a text the request's id is in the message, where it matters.
-        if "trace_id" in around:
-            facts["trace_id"] = around["trace_id"]
-        first = line("text", record.created, record.levelname, self._role, record.getMessage(), facts)
+        message = record.getMessage()
+        # Most messages about a request have its id.
+        named = {name: around[name] for name in ("request_id", "trace_id") if name in around}
+        facts |= {name: value for name, value in named.items() if name not in facts and value not in message}
+        first = line("text", record.created, record.levelname, self._role, message, facts)
         return "\n".join(part for part in (first, self._trouble(record)) if part)
 
     def _trouble(self, record: logging.LogRecord) -> str:

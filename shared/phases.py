@@ -40,6 +40,11 @@ def progress(done: int, total: int, unit: str) -> None:
     report("progress", done=done, total=total, unit=unit)
 
 
+def tensors(_: str, done: int, total: int) -> None:
+    """Report how many tensors are done. The first argument, what is done with them, is for other observers."""
+    progress(done, total, "tensors")
+
+
 def ready(**details: Any) -> None:
     """Report that this process serves from now on; `details` are facts for the start-up summary."""
     report("ready", **details)

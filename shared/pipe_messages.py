@@ -4,6 +4,8 @@ size.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from asyncio.subprocess import Process
 from typing import Any
 
@@ -35,3 +37,14 @@ async def send_message(process: Process, message: Any) -> None:
         raise BrokenPipeError(f"process {process.pid} reads no more")
     process.stdin.write(data)
     await process.stdin.drain()
+
+
+async def end_process(process: Process, reading: asyncio.Task[None]) -> None:
+    """Kill a child that takes no message, and wait until the task that reads its answers has seen its end.
+
+    A pipe breaks before that: a request that was sent again at once would go to the same dead child.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    await asyncio.shield(reading)

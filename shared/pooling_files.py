@@ -14,12 +14,24 @@ from typing import Any
 
 from shared.encoder_types import ENCODERS, POSITIONS_BEHIND_PADDING
 from shared.gguf.format import is_gguf
-from shared.json_files import read_json_file
 from shared.late_interaction import LateInteraction, late_interaction
 from shared.pair_template import PairTemplate, chat_pair, qwen_template
+from shared.pixel_files import is_pipeline, tokenizer_folder
+from shared.pooling_modules import (
+    Modules,
+    PoolingModule,
+    file_of,
+    join,
+    object_of,
+    path_of_transformer,
+    read_modules,
+)
+from shared.pooling_routes import STATIC
 
-# What a server does with a checkpoint: generate text, or one task of pooling.
-TASKS = ("generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
+# What a server does with a checkpoint: generate text, or one task of pooling, or speak, or paint.
+TASKS = ("generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens", "speak", "paint")
+# Model types that make sound of a text in one pass.
+SPEAKING = ("vits",)
 
 # Ends of the names of architectures, and the task of a checkpoint with such a head.
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
@@ -45,24 +57,22 @@ _MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
-class PoolingModule:
-    """An entry of modules.json: the last part of its type, its folder, and that folder's config.json."""
-
-    kind: str
-    path: str
-    config: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class PoolingFiles:
-    """The facts of one checkpoint. `modules` are empty where there is no modules.json."""
+    """The facts of one checkpoint. `modules` are empty where there is no modules.json.
+
+    `routes` are the modules of texts of certain kinds ("query", "document"), where a Router chooses among modules; then
+    `modules` are those of other texts.
+    """
 
     source: str
     config: Mapping[str, Any]
-    modules: tuple[PoolingModule, ...] = ()
+    modules: Modules = ()
+    routes: Mapping[str, Modules] = field(default_factory=dict)
     sentence_transformers: Mapping[str, Any] = field(default_factory=dict)
     transformer: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    # Whether it is a pipeline of diffusers, which has its models in folders (pixel_files.py).
+    is_pipeline: bool = False
 
     @classmethod
     def read(cls, source: str | Path) -> PoolingFiles:
@@ -73,19 +83,18 @@ class PoolingFiles:
             from shared.gguf.file import open_gguf
 
             return cls(source=str(source), config=config_of(open_gguf(source)))
-        modules = _json_of(source, "modules.json")
-        if modules is not None and not isinstance(modules, list):
-            raise ValueError(f"modules.json of {source} must be a list of modules, not {type(modules).__name__}")
-        found = tuple(_module(source, entry) for entry in modules or ())
-        # The transformer's own folder has its config and tokenizer: the root, or a folder such as 0_Transformer.
-        root = next((module.path for module in found if is_transformer(module)), "")
+        found, routes = read_modules(source)
+        root = path_of_transformer(found, routes)
+        config = object_of(source, join(root, "config.json"))
         return cls(
             source=str(source),
-            config=_object_of(source, _join(root, "config.json")),
+            config=config,
             modules=found,
-            sentence_transformers=_object_of(source, "config_sentence_transformers.json"),
-            transformer=_object_of(source, _join(root, "sentence_bert_config.json")),
-            tokenizer_config=_object_of(source, _join(root, "tokenizer_config.json")),
+            routes=routes,
+            sentence_transformers=object_of(source, "config_sentence_transformers.json"),
+            transformer=object_of(source, join(root, "sentence_bert_config.json")),
+            tokenizer_config=object_of(source, join(root, "tokenizer_config.json")),
+            is_pipeline=not config and is_pipeline(source),
         )
 
     @property
@@ -96,11 +105,23 @@ class PoolingFiles:
     @property
     def transformer_path(self) -> str:
         """The folder of the transformer within the checkpoint; empty for the root."""
-        return next((module.path for module in self.modules if is_transformer(module)), "")
+        return path_of_transformer(self.modules, self.routes)
+
+    @property
+    def tokenizer_source(self) -> str:
+        """The folder or hub name with the tokenizer's files: the checkpoint's own, or the transformer's folder."""
+        if self.is_pipeline:
+            return tokenizer_folder(self.source)
+        path = file_of(self.source, join(self.transformer_path, "tokenizer.json")) if self.transformer_path else None
+        return self.source if path is None else str(path.parent)
 
     @property
     def task(self) -> str:
         """The member of TASKS that the checkpoint was made for."""
+        if self.is_pipeline:
+            return "paint"
+        if self.config.get("model_type") in SPEAKING:
+            return "speak"
         architecture = self.architecture
         model_type = str(self.sentence_transformers.get("model_type", ""))
         kinds = [module.kind for module in self.modules]
@@ -146,7 +167,7 @@ class PoolingFiles:
 
     @cached_property
     def _added_tokens(self) -> dict[str, int]:
-        added = _object_of(self.source, _join(self.transformer_path, "tokenizer.json")).get("added_tokens", [])
+        added = object_of(self.source, join(self.transformer_path, "tokenizer.json")).get("added_tokens", [])
         return {token["content"]: int(token["id"]) for token in added}
 
     @property
@@ -194,7 +215,8 @@ class PoolingFiles:
                 found[name] = f"{self._artifact.get(f'{key}_token_id') or usual} "
             elif self.late_interaction is not None:
                 found.setdefault(name, "")
-        return found
+        # A route is chosen by the name of its prompt.
+        return {**dict.fromkeys(self.routes, ""), **found}
 
     @property
     def prompt_tokens(self) -> list[str]:
@@ -217,7 +239,7 @@ class PoolingFiles:
         """What Stanford's ColBERT writes beside a checkpoint; its usual values where that file is missing."""
         if self.architecture != COLBERT:
             return {}
-        return _object_of(self.source, "artifact.metadata") or {"query_token_id": "[unused0]"}
+        return object_of(self.source, "artifact.metadata") or {"query_token_id": "[unused0]"}
 
     @property
     def default_prompt_name(self) -> str | None:
@@ -235,6 +257,15 @@ class PoolingFiles:
             known = ", ".join(self.prompts) or "none at all"
             raise ValueError(f"prompt_name {name!r} is unknown: this model has {known}")
         return self.prompts.get(chosen, "")
+
+    def route(self, prompt_name: str | None) -> str:
+        """Return the kind of texts with this prompt, where a Router has modules for it; empty for the usual modules."""
+        kind = prompt_name or self.default_prompt_name or ""
+        return kind if kind in self.routes else ""
+
+    def is_static(self, route: str) -> bool:
+        """Whether texts of this kind go through no transformer, and have no tokens around them."""
+        return any(module.kind == STATIC for module in self.routes.get(route, ()))
 
     @property
     def includes_prompt(self) -> bool:
@@ -258,7 +289,7 @@ class PoolingFiles:
 
     @property
     def _chat_template(self) -> str:
-        path = file_of(self.source, _join(self.transformer_path, "chat_template.jinja"))
+        path = file_of(self.source, join(self.transformer_path, "chat_template.jinja"))
         if path is not None:
             return path.read_text(encoding="utf-8")
         template = self.tokenizer_config.get("chat_template")
@@ -270,7 +301,7 @@ class PoolingFiles:
         for module in self.of_kind("LogitScore"):
             false = module.config.get("false_token_id")
             return int(module.config["true_token_id"]), None if false is None else int(false)
-        vocabulary = _object_of(self.source, "tokenizer.json").get("model", {}).get("vocab", {})
+        vocabulary = object_of(self.source, "tokenizer.json").get("model", {}).get("vocab", {})
         if not isinstance(vocabulary, dict) or "yes" not in vocabulary or "no" not in vocabulary:
             raise ValueError(
                 f"task rerank: {self.source} has neither a LogitScore module nor the tokens 'yes' and 'no': "
@@ -311,11 +342,6 @@ def task_of(source: str | Path, task: str = "auto") -> str:
     return task
 
 
-def is_transformer(module: PoolingModule) -> bool:
-    """Whether a module is the transformer itself."""
-    return module.kind in ("Transformer", "MLMTransformer")
-
-
 def pooling_modes(module: PoolingModule) -> tuple[str, ...]:
     """Return the modes of a Pooling module, whose vectors are joined in this order. ValueError for an unknown mode."""
     config = module.config
@@ -331,52 +357,6 @@ def pooling_modes(module: PoolingModule) -> tuple[str, ...]:
     return found
 
 
-def file_of(source: str | Path, name: str) -> Path | None:
-    """Return the path of a checkpoint's file, fetched first from the hub if need be; None when there is none."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        path = folder / name
-        return path if path.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    try:
-        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
-
-
-def _module(source: str | Path, entry: Any) -> PoolingModule:
-    if not isinstance(entry, dict) or "type" not in entry:
-        raise ValueError(f"modules.json of {source} has an entry without a type: {entry!r}")
-    path = str(entry.get("path", ""))
-    kind = str(entry["type"]).rpartition(".")[2]
-    config = {} if path == "" else _object_of(source, f"{path}/config.json")
-    return PoolingModule(kind, path, config)
-
-
 def _content(token: Any) -> str:
     """The text of a token of tokenizer_config.json, which has it as a string or as an object."""
     return str(token.get("content")) if isinstance(token, dict) else str(token)
-
-
-def _object_of(source: str | Path, name: str) -> dict[str, Any]:
-    """Return what a JSON file says; empty when there is no such file."""
-    found = _json_of(source, name)
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{name} of {source} must be a JSON object, not {type(found).__name__}")
-    return found or {}
-
-
-def _json_of(source: str | Path, name: str) -> Any:
-    path = file_of(source, name)
-    if path is None:
-        return None
-    try:
-        return read_json_file(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; copy the file again") from error
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

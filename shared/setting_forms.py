@@ -9,6 +9,9 @@ import re
 
 # The most tokens of a sequence that a pass may guess.
 MOST_GUESSES = 15
+# Tokens in a step, where the operator sets no other number: a GPU computes thousands in the time of one.
+_STEP_TOKENS = 512
+_GPU_STEP_TOKENS = 2048
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -33,7 +36,18 @@ def are_origins(text: str) -> bool:
 
 
 def are_devices(text: str) -> bool:
-    return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
+    return text in ("auto", "none") or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
+
+
+def local_devices(devices: str) -> list[str]:
+    """Return the devices of this machine, one for each worker, of a setting in which `auto` is resolved."""
+    return [] if devices == "none" else devices.split(",")
+
+
+def step_tokens(given: int | None, devices: str) -> int:
+    """Return the most tokens of a step: those that are given, or what suits the devices."""
+    on_gpus = devices.startswith("cuda") and all(device.startswith("cuda") for device in devices.split(","))
+    return given or (_GPU_STEP_TOKENS if on_gpus else _STEP_TOKENS)
 
 
 def bytes_of(size: str) -> int:

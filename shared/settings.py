@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared import setting_checks as known
 from shared.adapter_paths import named_paths
-from shared.fetch_hosts import FetchHosts
 from shared.logs import FORMATS
-from shared.setting_forms import are_devices, are_models, are_origins, bytes_of, entries, guesses_of, is_tcp
-
-
-class SettingsError(ValueError):
-    """A setting that cannot be used; the text names the setting, its value, where it came from and the remedy."""
+from shared.setting_checks import SettingsError as SettingsError
+from shared.setting_checks import check, check_adapters, check_group, check_hosts, parse_memory
+from shared.setting_forms import are_devices, are_models, are_origins, entries, guesses_of, is_tcp
 
 
 def _setting(group: str, default: Any, help_text: str, secret: bool = False) -> Any:
@@ -43,6 +41,11 @@ class Settings:
     )
     host: str = _setting("network", "127.0.0.1", "address to listen on; 0.0.0.0 exposes the server to your network")
     port: int = _setting("network", 8000, "TCP port of the HTTP API, shared by all API processes")
+    ollama_port: int = _setting(
+        "network",
+        0,
+        "further TCP port with the same routes, for clients of Ollama that have 11434 fixed (docs/ollama.md); 0: none",
+    )
     api_servers: int = _setting(
         "network", 1, "API processes; more of them help when tokenizing or streaming saturates one core"
     )
@@ -62,7 +65,8 @@ class Settings:
     api_key_file: str = _setting(
         "access",
         "",
-        "file with further such keys, one a line; it is read at the start and at SIGHUP, and keeps them out of `ps`",
+        "file with further such keys, one a line, each perhaps with weight, name and limits (docs/usage.md); it is "
+        "read at the start and at SIGHUP, and keeps them out of `ps`",
     )
     admin_api_key: str = _setting(
         "access",
@@ -76,6 +80,7 @@ class Settings:
         False,
         "let /metrics want an API key as other routes do; Prometheus sends one as its `authorization: credentials`",
     )
+    ui: bool = _setting("access", True, "serve the page for people at /ui/ (chat, live figures, requests)")
     cors_origins: str = _setting(
         "access",
         "auto",
@@ -99,17 +104,30 @@ class Settings:
         "tcp://ADDRESS:PORT at which workers of other machines may join (`tokenyard worker`); it wants curve_keys",
     )
     curve_keys: str = _setting("access", "", "folder with the CURVE keys of worker_endpoint, made by `tokenyard keys`")
+    kv_events: str = _setting(
+        "access",
+        "",
+        "tcp://ADDRESS:PORT at which the blocks of prefix caches are published in vLLM's form; other addresses than "
+        "loopback want worker_endpoint, whose peers may read",
+    )
     devices: str = _setting(
         "capacity",
         "auto",
-        "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu",
+        "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu; none: "
+        "only workers of other machines compute (worker_endpoint)",
+    )
+    tensor_parallel: int = _setting(
+        "capacity",
+        1,
+        "processes that are one model worker together, each with a part of every layer, on a CPU (docs/scale.md); not "
+        "with adapters, guesses, images, quantized or changing weights",
     )
     dtype: str = _setting("model", "auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
     task: str = _setting(
         "model",
         "auto",
-        "generate, embed, embed_tokens, sparse, rerank, classify or classify_tokens: what the model is served for; "
-        "auto: as its files say",
+        "generate, embed, embed_tokens, sparse, rerank, classify, classify_tokens, speak or paint: what the model is "
+        "served for; auto: as its files say",
     )
     quantization: str = _setting(
         "model",
@@ -126,7 +144,7 @@ class Settings:
         "capacity",
         None,
         "tokens one forward pass may take; more speeds up long prompts and delays the next token of all others; "
-        "default: 512, and for texts to embed or classify 4096 on a CPU and 16384 on a GPU",
+        "default: 512, on GPUs 2048, and for texts to embed or classify 4096 on a CPU and 16384 on a GPU",
     )
     max_running: int = _setting("capacity", 128, "sequences computed together on one worker; further requests wait")
     max_queued: int = _setting(
@@ -145,7 +163,7 @@ class Settings:
         "capacity",
         "auto",
         "memory for the KV cache per worker, e.g. 512MB or 4GB; auto: on CPU a quarter of free memory, at most 4GB; "
-        "on a GPU 85 % of it, divided by the number of models there",
+        "on a GPU 90 % of all, divided by the number of workers there, without weights and what a step takes",
     )
     served_model_name: str = _setting(
         "model", "", "name that clients use for the model; default: the last part of MODEL"
@@ -161,7 +179,7 @@ class Settings:
         "model",
         "",
         "adapters to start with: NAME=FOLDER, with commas or the flag once for each; a request's `model` chooses "
-        "(docs/adapters.md)",
+        "(docs/adapters.md), and its `lora` for a model that paints (docs/images_out.md)",
     )
     lora_dirs: str = _setting(
         "access",
@@ -210,7 +228,10 @@ class Settings:
         "save time, by what the worker learns; N: always up to so many; 0: none",
     )
     draft: str = _setting(
-        "behaviour", "text,suffix", "what guesses, with commas: text, suffix, a model's folder (docs/speculation.md)"
+        "behaviour",
+        "text,suffix",
+        "what guesses, with commas: text, suffix, the folder of a smaller model or of an EAGLE-3 head "
+        "(docs/speculation.md)",
     )
     limit_images: int = _setting("capacity", 32, "images, and videos, that one request may have; 0: none")
     max_image_tokens: int | None = _setting(
@@ -224,6 +245,7 @@ class Settings:
         None,
         "tokens that one video may take: frames become smaller, or fewer; default: four times max_image_tokens",
     )
+    max_audio_seconds: int = _setting("capacity", 1800, "longest sound file of a request, in seconds, at most 1800")
     media_cache: str = _setting(
         "capacity",
         "256MiB",
@@ -256,6 +278,13 @@ class Settings:
         30,
         "seconds that requests get to finish after SIGTERM and drain_delay; then they end with an error",
     )
+    batch_dir: str = _setting(
+        "behaviour",
+        "",
+        "folder for files and batches (/v1/files, /v1/batches, /v1/messages/batches; docs/batches.md), whose state "
+        "lies in it; none: those routes are off",
+    )
+    batch_space: str = _setting("behaviour", "10GB", "bytes that batch_dir may take; when it is full batches wait")
     log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
     log_format: str = _setting(
         "behaviour", "text", "text, or json: one object a line, of all processes and the supervisor"
@@ -267,50 +296,51 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        _check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
-        _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
-        for name in ("api_servers", "max_running", "max_queued", "max_queued_tokens", "max_best_of", "stall_timeout"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        tokens = self.max_batch_tokens
-        _check(tokens is None or tokens >= 1, "max_batch_tokens", tokens, "at least 1")
-        _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
-        _check(guesses_of(str(self.speculate)) >= 0, "speculate", self.speculate, "auto, or 0 to 15")
-        _check(1 <= self.keep_alive_timeout <= 3600, "keep_alive_timeout", self.keep_alive_timeout, "1 to 3600")
-        _check(0 <= self.drain_delay <= 3600, "drain_delay", self.drain_delay, "0 to 3600")
-        _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
-        _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
-        _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")
-        _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
-        _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
-        _check(self.task in TASKS, "task", self.task, "one of " + ", ".join(TASKS))
-        _check(self.quantization in QUANTIZATIONS, "quantization", self.quantization, "none or int8")
-        _check(self.kv_dtype in KV_DTYPES, "kv_dtype", self.kv_dtype, "auto, int8 or fp8")
-        _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
-        _check(self.log_format in FORMATS, "log_format", self.log_format, "text or json")
+        check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
+        check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
+        further = self.ollama_port
+        check(0 <= further <= 65535 and further != self.port, "ollama_port", further, "0, or 1 to 65535 and not port")
+        for name, least in known.LEAST.items():
+            number = getattr(self, name)
+            check(number is None or number >= least, name, number, f"at least {least}")
+        for name, (least, most) in known.RANGES.items():
+            check(least <= getattr(self, name) <= most, name, getattr(self, name), f"{least} to {most}")
+        check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
+        check(guesses_of(str(self.speculate)) >= 0, "speculate", self.speculate, "auto, or 0 to 15")
+        check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
+        check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")
+        check(self.dtype in known.DTYPES, "dtype", self.dtype, "one of " + ", ".join(known.DTYPES))
+        check(self.task in known.TASKS, "task", self.task, "one of " + ", ".join(known.TASKS))
+        check(self.quantization in known.QUANTIZATIONS, "quantization", self.quantization, "none or int8")
+        check(self.kv_dtype in known.KV_DTYPES, "kv_dtype", self.kv_dtype, "auto, int8 or fp8")
+        check(self.log_level in known.LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(known.LOG_LEVELS))
+        check(self.log_format in FORMATS, "log_format", self.log_format, "text or json")
         parse_memory(self.kv_memory)
-        _check(self.media_cache != "auto", "media_cache", self.media_cache, "a size such as 256MiB or 1GB")
-        parse_memory(self.media_cache, "media_cache")
-        _check(0 <= self.limit_images <= 1024, "limit_images", self.limit_images, "0 to 1024")
-        for name in ("max_image_tokens", "max_video_tokens"):
-            least = getattr(self, name)
-            _check(least is None or least >= 16, name, least, "at least 16")
-        _check(
+        for name, examples in (("media_cache", "256MiB or 1GB"), ("batch_space", "500MB or 10GB")):
+            size = getattr(self, name)
+            check(size != "auto", name, size, f"a size such as {examples}")
+            parse_memory(size, name)
+        check(
             all(re.fullmatch(r"([\w.-]+=)?[\w.]+:\w+|[\w.-]+", entry) for entry in entries(self.logit_processors)),
             "logit_processors",
             self.logit_processors,
             "a list of MODULE:CLASS, NAME=MODULE:CLASS, MODULE, or names of entry points",
         )
         parse_memory(self.lora_memory, "lora_memory")
-        _check_adapters(self)
-        _check(are_models(self.also, self.public_model_name), "also", self.also, _FURTHER_MODELS)
-        _check_hosts(self.fetch_hosts)
+        check_adapters(self.lora, {self.public_model_name, self.model, *self.further_models})
+        check(are_models(self.also, self.public_model_name), "also", self.also, known.FURTHER_MODELS)
+        check_hosts(self.fetch_hosts)
         origins = "auto, none, *, or a list of SCHEME://HOST or SCHEME://HOST:PORT without a path"
-        _check(are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
+        check(are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
         has_keys = self.api_key or self.api_key_file
-        _check(bool(has_keys) or not self.private_metrics, "private_metrics", True, "used with api_key or api_key_file")
+        check(bool(has_keys) or not self.private_metrics, "private_metrics", True, "used with api_key or api_key_file")
         endpoint = self.worker_endpoint
-        _check(not endpoint or is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
-        _check(are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
+        check(not endpoint or is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
+        check(not self.kv_events or is_tcp(self.kv_events), "kv_events", self.kv_events, "tcp://ADDRESS:PORT")
+        check(are_devices(self.devices), "devices", self.devices, "auto, none, or a list of cpu and cuda:N")
+        check_group(self.tensor_parallel, dataclasses.asdict(self))
+        alone = self.devices == "none" and (not endpoint or bool(self.also))
+        check(not alone, "devices", "none", "used with worker_endpoint, and without also: no worker is here then")
 
     @property
     def public_model_name(self) -> str:
@@ -352,48 +382,10 @@ class Settings:
         return cls(**json.loads(path.read_text()))
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-TASKS = ("auto", "generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
-QUANTIZATIONS = ("none", "int8")
-KV_DTYPES = ("auto", "int8", "fp8")
-_FURTHER_MODELS = "a list of NAME=MODEL with a name of its own for each (letters, digits and ./-_)"
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def parse_memory(text: str, name: str = "kv_memory") -> int | None:
-    """Parse `512MB`, `4GiB`, `2000000` to bytes; None for `auto`. Raises SettingsError."""
-    size = None if text == "auto" else bytes_of(text)
-    if size == 0:
-        raise SettingsError(f"{name} must be auto or a size such as 512MB or 4GB, got {text!r}")
-    return size
-
-
 def types_of(name: str) -> tuple[type, ...]:
     """Return the types that a setting may have."""
     hint = _HINTS[name]
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _check_adapters(settings: Settings) -> None:
-    try:
-        names = settings.adapter_paths
-    except ValueError as error:
-        raise SettingsError(f"lora must be {error}") from None
-    taken = {settings.public_model_name, settings.model, *settings.further_models} & names.keys()
-    _check(not taken, "lora", ", ".join(sorted(taken)), "names that no model has")
-
-
-def _check_hosts(text: str) -> None:
-    try:
-        FetchHosts.parse(text)
-    except ValueError as error:
-        valid = "names (docs.example.com), *.SUFFIX, addresses or networks (10.1.0.0/16), with commas"
-        raise SettingsError(f"fetch_hosts must be {valid}, got {str(error)!r}") from None
-
-
-def _check(holds: bool, name: str, value: object, valid: str) -> None:
-    if not holds:
-        raise SettingsError(f"{name} must be {valid}, got {value!r}")
 
 
 FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Settings))

@@ -38,11 +38,17 @@ def same_host(endpoint: str) -> bool:
 
 def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
     """Bind a ROUTER to `endpoint`; a peer that reconnects under its old identity takes it over."""
+    socket = router(context)
+    socket.bind(endpoint)
+    return socket
+
+
+def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    """A ROUTER that is bound nowhere yet."""
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     _bound(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.bind(endpoint)
     return socket
 
 

@@ -10,17 +10,19 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from shared.character_tokenizer import character_tokenizer
 from shared.gguf.format import is_gguf
 from shared.json_files import read_json_file
 from shared.load_errors import broken_file
+from shared.tekken import add_control_tokens
 
 _TOKENIZER = "tokenizer.json"
+_TEKKEN = "tekken.json"
 # Files of other libraries that transformers converts: the package that each needs, and the file's own library.
 _OTHER_FILES = {
     "tokenizer.model": ("sentencepiece", "sentencepiece"),
     "spiece.model": ("sentencepiece", "sentencepiece"),
     "sentencepiece.bpe.model": ("sentencepiece", "sentencepiece"),
-    "tekken.json": ("mistral_common", "mistral-common"),
     "tiktoken.model": ("tiktoken", "tiktoken"),
     "qwen.tiktoken": ("tiktoken", "tiktoken"),
 }
@@ -43,10 +45,14 @@ def load_tokenizer(model: str) -> Any:
     first: Exception | None = None
     for kind in kinds:
         try:
-            tokenizer = kind.from_pretrained(model, trust_remote_code=False)
+            # A package of Mistral's would take the place of the tokenizers library where it is installed.
+            tokenizer = kind.from_pretrained(model, trust_remote_code=False, mistral_format=False)
             break
         except Exception as error:  # the tokenizers library raises nothing narrower
             first = first or error
+    if type(tokenizer).__name__ == "VitsTokenizer":
+        # Texts to speak are read by speech_files.py; this one serves the routes about tokens.
+        return character_tokenizer(tokenizer.get_vocab())
     if tokenizer is None:
         assert first is not None
         raise ValueError(f"the tokenizer of {model} cannot be loaded: {_reason(model, first)}") from first
@@ -55,6 +61,9 @@ def load_tokenizer(model: str) -> Any:
             f"the tokenizer of {model} has no {_TOKENIZER} form, which this server needs: "
             f"{_missing(model) or 'add that file'}"
         )
+    tekken = file_of(model, _TEKKEN)
+    if tekken is not None and file_of(model, _TOKENIZER) is None:
+        add_control_tokens(tokenizer, tekken)
     return tokenizer
 
 
@@ -90,7 +99,7 @@ def _missing(model: str) -> str:
             return f"{name} cannot be converted by {library}: add {_TOKENIZER}"
     if any((folder / name).is_file() for name in ("vocab.json", "vocab.txt", "merges.txt")):
         return ""
-    return f"there is no tokenizer in the folder (neither {_TOKENIZER} nor {', '.join(_OTHER_FILES)})"
+    return f"there is no tokenizer in the folder (neither {_TOKENIZER} nor {', '.join((*_OTHER_FILES, _TEKKEN))})"
 
 
 def read_json(model: str, name: str) -> dict[str, Any]:

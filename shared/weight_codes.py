@@ -6,6 +6,8 @@ A reader gives some outputs at a time (64 and more), so that no weight exists de
     codes = Codes(codes=nibbles, bits=4, scales=Grouped(d, sc), zeros=0, minimums=Grouped(-dmin, mn))    # Q4_K
     codes = Codes(codes=nibbles, bits=4, scales=Grouped(scales), zeros=zero_points)                      # GPTQ, AWQ
 
+    codes = Codes(codes=numbers, bits=8, scales=Grouped(scales), zeros=0, table=E4M3)                    # FP8
+
 Knows numbers. Does not know files, nor how codes lie in memory when they are multiplied.
 """
 
@@ -15,6 +17,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def _values_of_e4m3() -> NDArray[np.float32]:
+    """Return the value of each code of 8-bit floats with four bits of exponent and three of mantissa."""
+    codes = np.arange(256)
+    exponents = codes >> 3 & 15
+    mantissas = codes & 7
+    magnitudes = np.where(exponents, (8 + mantissas) * 2.0 ** (exponents - 10), mantissas * 2.0**-9)
+    magnitudes[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, magnitudes, -magnitudes).astype(np.float32)
+
+
+# The table of FP8 weights.
+E4M3 = _values_of_e4m3()
 
 
 class Grouped(NamedTuple):
@@ -50,7 +66,7 @@ class Codes(NamedTuple):
     scales: Grouped
     zeros: int | NDArray[np.uint8]  # one for all, or [outputs, groups]
     minimums: Grouped | None = None
-    table: NDArray[np.int8] | None = None
+    table: NDArray[Any] | None = None  # int8 or uint8 [up to 256]; float32: E4M3, or sixteen values of 4 bits
     order: NDArray[np.int32] | None = None  # [inputs]: the input of each column; None: they are in order
 
     @property

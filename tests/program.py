@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 60.0
 
 
 class Running(ABC):

@@ -81,6 +81,9 @@ class Choice:
     context: TextContext
     # True when nothing is generated and only the log-probabilities of the prompt are wanted.
     only_scores: bool = False
+    # The name of the key that asked, empty without keys; and the name of the model, or of the adapter.
+    tenant: str = ""
+    model: str = ""
 
     # Generated tokens so far, with the stop token, up to the end of a stop string; more may have arrived.
     completion_tokens: int = 0

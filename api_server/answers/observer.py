@@ -5,6 +5,9 @@ Calls are synchronous, on the event loop, and must be cheap.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +21,9 @@ class Observer(Protocol):
 
     def received(self, path: str) -> None:
         """A request for generation, or for values of texts, was read; it is not validated yet."""
+
+    def left(self, path: str) -> None:
+        """The client of a received request went away before its choices were started or its texts were submitted."""
 
     def started(self, choice: Choice) -> None:
         """A validated choice goes to the scheduler."""
@@ -44,5 +50,24 @@ class Observer(Protocol):
     def image(self, seconds: float) -> None:
         """An image of a request is at hand, after `seconds` of reading it; 0: it was in the cache."""
 
+    def clip(self, seconds: float, took: float) -> None:
+        """A sound file of `seconds` was read, which took so long."""
+
     def failed(self, path: str, error: RequestFailed) -> None:
         """A request on this path was answered with an error, before or after its first token."""
+
+
+@contextmanager
+def receiving(observers: Sequence[Observer], path: str) -> Iterator[None]:
+    """Report a request that was read, and its end if its client goes away within the block.
+
+    The block ends where the choices are started or the texts submitted: their own ends are reported from then on.
+    """
+    for observer in observers:
+        observer.received(path)
+    try:
+        yield
+    except asyncio.CancelledError:
+        for observer in observers:
+            observer.left(path)
+        raise

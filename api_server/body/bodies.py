@@ -37,8 +37,9 @@ class Bodies:
         # One thread: bodies that are read at the same time would only take turns, and hold more memory.
         self._pool = ThreadPoolExecutor(1, "bodies")
 
-    def hold(self) -> Held:
-        return Held(self)
+    def hold(self, counts_values: bool = True) -> Held:
+        """Opens the book of a body; without `counts_values` its bytes alone count, as those of a form's file."""
+        return Held(self, counts_values)
 
     async def apart(self, job: Callable[[], T]) -> T:
         """Runs long work in the thread for large bodies."""
@@ -51,9 +52,10 @@ class Bodies:
 class Held:
     """The body of one request, from its first byte to the end of the answer."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, counts_values: bool) -> None:
         self._bodies = bodies
         self._weight = Weight()
+        self._counts_values = counts_values
         self._charged = 0
 
     def __enter__(self) -> Self:
@@ -71,7 +73,10 @@ class Held:
 
     def add(self, data: bytes) -> None:
         """Adds bytes of the body. Raises RequestFailed(OVERLOADED) when there is no room for them."""
-        self._weight.add(data)
+        if self._counts_values:
+            self._weight.add(data)
+        else:
+            self._weight.size += len(data)
         self._charge(min(self._weight.total, MOST_WEIGHT))  # a heavier body is refused, or proves to be lighter
         limit = MOST_HELD if self._charged > SMALL else MOST_HELD + KEPT_FOR_SMALL
         if self._bodies.held > limit:

@@ -33,8 +33,17 @@ MOST_PIXELS = 1 << 26
 # Roles whose turns may show images; items without a role are results of tools. Other turns say in words that there was
 # one.
 _SHOWING = (None, "user", "tool", "function")
-_ACCEPT = "image/png, image/jpeg, image/webp, image/gif, image/*;q=0.5"
-_ACCEPT_VIDEOS = "video/mp4, video/webm, video/*;q=0.8, image/gif;q=0.5, image/webp;q=0.5"
+_ACCEPT = {
+    "image": "image/png, image/jpeg, image/webp, image/gif, image/*;q=0.5",
+    "video": "video/mp4, video/webm, video/*;q=0.8, image/gif;q=0.5, image/webp;q=0.5",
+    "sound": "audio/wav, audio/mpeg, audio/flac, audio/*;q=0.8, video/webm;q=0.5, video/mp4;q=0.5",
+}
+# Beginnings of the types that an answer to a URL may name for each kind.
+_DECLARED = {
+    "image": ("image/",),
+    "video": ("video/", "image/"),
+    "sound": ("audio/", "video/", "application/ogg"),
+}
 # Longer base64 is decoded in a thread.
 _LONG = 1 << 18
 
@@ -96,7 +105,7 @@ async def load_sources(
 
 
 async def bytes_of(server: Server, sources: Sequence[ImageSource], budget: Budget) -> list[bytes]:
-    """The bytes of images or videos, fetched all at once. Raises RequestFailed."""
+    """The bytes of images, videos or sounds, fetched all at once. Raises RequestFailed."""
     if not sources:
         return []
     try:
@@ -132,7 +141,7 @@ def url_source(url: str, field: str) -> ImageSource:
     if url[:5].lower() == "data:":
         declared, comma, rest = url[len("data:") :].partition(",")
         if not comma or not declared.lower().rstrip().endswith(";base64"):
-            raise invalid(f'{field} must be a URL, or "data:image/TYPE;base64," and base64, got {url!r:.60}', field)
+            raise invalid(f'{field} must be a URL, or "data:TYPE;base64," and base64, got {url!r:.60}', field)
         return ImageSource(field, "base64", rest)
     if url[:7].lower() == "http://" or url[:8].lower() == "https://":
         return ImageSource(field, "url", url)
@@ -163,10 +172,10 @@ def _detail(given: Any, path: str) -> str:
 
 
 class Budget:
-    """The bytes that the images or the videos of one request may still have."""
+    """The bytes that the images, the videos or the sounds of one request may still have."""
 
     def __init__(self, kind: str, most: int, most_together: int, path: str) -> None:
-        """`kind` is "image" or "video"."""
+        """`kind` is "image", "video" or "sound"."""
         self.kind = kind
         self.most = most
         self._most_together = self._left = most_together
@@ -202,11 +211,9 @@ async def _bytes(fetcher: UrlFetcher | None, source: ImageSource, budget: Budget
             f"{field}: this server fetches no URLs: send the {budget.kind} itself (its operator may set --fetch-hosts)"
         )
         raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=field)
-    accept = _ACCEPT if budget.kind == "image" else _ACCEPT_VIDEOS
-    fetched = await fetcher.fetch(source.value, field, budget.most, accept)
+    fetched = await fetcher.fetch(source.value, field, budget.most, _ACCEPT[budget.kind])
     declared = fetched.content_type.partition(";")[0].strip().lower()
-    kinds = tuple(f"{kind}/" for kind in (budget.kind, "image"))
-    if declared and not declared.startswith(kinds) and not declared.endswith("/octet-stream"):
+    if declared and not declared.startswith(_DECLARED[budget.kind]) and not declared.endswith("/octet-stream"):
         raise invalid(f"{field} leads to content of type {declared[:100]!r}, which is no {budget.kind}", field)
     budget.take(len(fetched.body), field)
     return fetched.body

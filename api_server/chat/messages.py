@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from api_server.chat.media_parts import LoadedImage, LoadedVideo
+from api_server.chat.media_parts import LOADED
 from api_server.errors import ErrorKind, RequestFailed, invalid, unsupported
 from interfaces import MessageContent, TextContentPart, TextGenerationRequestMessage
 
@@ -26,6 +26,7 @@ _MEDIA = {
     "computer_screenshot": "a screenshot",
     "audio": "a sound",
     "input_audio": "a sound",
+    "audio_url": "a sound",
     "video": "a video",
     "video_url": "a video",
     "input_video": "a video",
@@ -94,7 +95,7 @@ def text_content(
 ) -> str | list[MessageContent]:
     """A message's content. `kinds` are the types of parts that are texts, each with the key of its text.
 
-    Images and videos that have been loaded stay. `unseen`: an image that has not, or the like, becomes a text that says
+    Media that have been loaded stay. `unseen`: an image that has not, or the like, becomes a text that says
     so. A part that the user asks about now is refused instead; a tool's result, or an old message, must not end a
     conversation.
     """
@@ -108,11 +109,7 @@ def text_content(
 
 
 def _part(part: Any, path: str, kinds: Mapping[str, str], unseen: bool) -> MessageContent:
-    return (
-        part
-        if isinstance(part, LoadedImage | LoadedVideo)
-        else TextContentPart(text=_part_text(part, path, kinds, unseen))
-    )
+    return part if isinstance(part, LOADED) else TextContentPart(text=_part_text(part, path, kinds, unseen))
 
 
 def _part_text(part: Any, path: str, kinds: Mapping[str, str], unseen: bool) -> str:

@@ -17,6 +17,7 @@ from api_server.chat.control_tokens import ControlTokens, parts
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces import (
     ImageContentPart,
+    SoundContentPart,
     TextContentPart,
     TextGenerationRequest,
     TextGenerationRequestMessage,
@@ -66,12 +67,15 @@ class ImageForm:
     takes_videos: bool = False
 
 
-def image_form(tokenizer: Any, image: tuple[str, str], video: tuple[str, str] = ("", "")) -> ImageForm:
+def image_form(
+    tokenizer: Any, image: tuple[str, str], video: tuple[str, str] = ("", ""), kind: str = "image"
+) -> ImageForm:
     """The forms that the tokenizer's template takes, found by rendering a message in each.
 
-    An image and a video are given by their placeholder and its mark.
+    An image and a video are given by their placeholder and its mark. `kind` is the type of an image's parts; with
+    "audio" all that is said of images holds for sounds.
     """
-    takes_parts = _takes(tokenizer, "image", image[0])
+    takes_parts = _takes(tokenizer, kind, image[0])
     takes_texts = _PROBE in _probed(tokenizer, _PROBE) or not takes_parts
     takes_videos = takes_parts and bool(video[0]) and _takes(tokenizer, "video", video[0])
     return ImageForm(image[1], takes_parts, takes_texts, video[1], takes_videos)
@@ -213,7 +217,8 @@ def _append(turn: dict[str, Any], text: str) -> None:
 
 def _content(message: TextGenerationRequestMessage, images: ImageForm | None) -> Any:
     """A message's content as the template takes it. ValueError for a part that it cannot have."""
-    count = message.count(ImageContentPart)
+    # A model takes one of them.
+    count = message.count(ImageContentPart) + message.count(SoundContentPart)
     videos = message.count(VideoContentPart)
     if images is None or not (count or videos or images.takes_parts):
         return message.text

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import httpx2
 
+from api_server import trace_context
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.release import release
 from shared.fetch_hosts import FetchHosts
@@ -152,12 +153,14 @@ class UrlFetcher:
     async def _exchange(self, url: httpx2.URL, address: str, connect_seconds: float, hop: _Hop) -> Fetched | str:
         """Sends one request on a connection of its own, to the address, with the URL's host in its head."""
         host = _host(url).removesuffix(".")
+        span = trace_context.current.get()
         request = httpx2.Request(
             "GET",
             url.copy_with(host=address),
             headers={
                 "Accept": hop.accept,
                 **_HEADERS,
+                **({} if span is None else span.headers()),
                 "Host": url.netloc.decode("ascii"),
                 "User-Agent": f"tokenyard/{release()}",
             },

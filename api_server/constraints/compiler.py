@@ -19,7 +19,7 @@ from api_server.constraints.limits import MOST_PATTERN, MOST_SOURCE
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from interfaces import Constraint, ConstraintKind
 from shared.liveness import SUPERVISOR_PID
-from shared.pipe_messages import message_unpacker, send_message
+from shared.pipe_messages import end_process, message_unpacker, send_message
 
 log = logging.getLogger("tokenyard")
 
@@ -27,9 +27,15 @@ log = logging.getLogger("tokenyard")
 CACHED_BYTES = 64 << 20
 # Most constraints that are being compiled or wait for it.
 MOST_WAITING = 256
+# Processes that may die of one constraint.
+_ATTEMPTS = 2
 
 # The fields `grammar`, perhaps with `ignored`, or `error`.
 Outcome = dict[str, str]
+
+
+class _ProcessLost(Exception):
+    """The helper died before it answered."""
 
 
 class ConstraintCompiler:
@@ -56,7 +62,7 @@ class ConstraintCompiler:
         key = hashlib.blake2b(f"{constraint.kind}\0{constraint.source}".encode(), digest_size=16).digest()
         outcome = self._known.get(key)
         if outcome is None:
-            outcome = await self._ask(key, constraint)
+            outcome = await self._ask_twice(key, constraint)
             if "ignored" in outcome:
                 log.warning("%s: ignored, because it restricts nothing: %s", constraint.field, outcome["ignored"])
         else:
@@ -80,6 +86,16 @@ class ConstraintCompiler:
         if self._reading is not None:
             await self._reading
 
+    async def _ask_twice(self, key: bytes, constraint: Constraint) -> Outcome:
+        """Ask the helper, once more if it has died."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return await self._ask(key, constraint)
+            except _ProcessLost:
+                continue
+        text = "the process that compiles constraints has died; retry"
+        raise RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS)
+
     async def _ask(self, key: bytes, constraint: Constraint) -> Outcome:
         found = self._asked.get(key)
         if found is None:
@@ -97,16 +113,21 @@ class ConstraintCompiler:
         return await asyncio.shield(found)
 
     async def _send(self, key: bytes, constraint: Constraint) -> None:
+        process = reading = None
         try:
             await self.start()
-            if self._process is None:
+            process, reading = self._process, self._reading
+            if process is None:
                 raise BrokenPipeError("it has ended")
             self._number += 1
             self._by_number[self._number] = key
-            await send_message(self._process, [self._number, constraint.kind.value, constraint.source])
+            await send_message(process, [self._number, constraint.kind.value, constraint.source])
         except OSError as error:
             log.error("the process that compiles constraints cannot be reached: %s", error)
-            self._starting = None
+            if process is not None and reading is not None:
+                await end_process(process, reading)
+            elif self._process is None:
+                self._starting = None
             self._answer(key, None)
 
     async def _run(self) -> None:
@@ -139,9 +160,7 @@ class ConstraintCompiler:
         if future is None or future.done():
             return
         if outcome is None:
-            text = "the process that compiles constraints has died; retry"
-            failure = RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS)
-            future.set_exception(failure)
+            future.set_exception(_ProcessLost())
             future.exception()  # marks it as retrieved: perhaps no waiter is left
             return
         future.set_result(outcome)

@@ -233,8 +233,10 @@ def _inward(value: int | float, lower: bool, whole: bool, path: str) -> int | fl
     if (value > _LARGEST) if lower else (value < -_LARGEST):
         raise GrammarError(f"{path} must be within 64 bits, from {-_LARGEST} to {_LARGEST}, got {value}")
     if abs(value) > _LARGEST:
-        # The matcher reads the end of 64 bits as such where only whole numbers may come.
-        return 2**63 - 1 if whole and value >= 2**63 - 1 else -_LARGEST if lower else _LARGEST
+        if whole and value >= 2**63 - 1:
+            # The matcher reads the end of 64 bits as such where only whole numbers may come.
+            return 2**63 - 1
+        value = -_LARGEST if lower else _LARGEST
     if 0 < abs(value) < _SMALLEST:
         value = (_SMALLEST if lower else 0) if value > 0 else 0 if lower else -_SMALLEST
     while True:

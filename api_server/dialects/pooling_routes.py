@@ -1,9 +1,9 @@
 """The paths of one-shot requests that several dialects share, and the rules that find the dialect of a body.
 
 `/rerank`: a body with `texts` is TEI's. One with `documents` is Cohere's and Jina's, except at /v1/rerank, where it is
-SGLang's if it has no `model` or has `instruct`. `/classify`: `input` is vLLM's, `text` and `input_ids` are SGLang's.
-`/score`: `query`, `items` and `label_token_ids` are SGLang's, pairs of texts are vLLM's. Keys of two dialects are an
-error, never a guess.
+SGLang's if it has no `model` or has `instruct`. `/classify`: `input` and `messages` are vLLM's, `text` and `input_ids`
+are SGLang's. `/score`: `query`, `items` and `label_token_ids` are SGLang's, pairs of texts are vLLM's. Keys of two
+dialects are an error, never a guess.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TEI_RERANK = Dialect(("texts",), tei.rerank, tei_errors.render_error)
 _COHERE_RERANK = Dialect(("documents",), cohere.rerank, cohere.render_error)
 _SGLANG_RERANK = Dialect(("documents",), sglang.rerank, sglang_errors.render_error)
 _CLASSIFY = (
-    Dialect(("input",), vllm.classify, openai_errors.render_error),
+    Dialect(("input", "messages"), vllm.classify, openai_errors.render_error),
     Dialect(("text", "input_ids"), sglang.classify, sglang_errors.render_error),
 )
 _SCORE = (

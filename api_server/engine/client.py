@@ -12,7 +12,6 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,19 @@ import zmq
 from api_server.engine.fan_out import fan_out, fit_together
 from api_server.engine.health import STALL_SECONDS, Health, judge, steps
 from api_server.engine.model_facts import ModelFacts
-from api_server.engine.open_request import OpenRequest
-from api_server.engine.pooling import PooledSubmission, wrong_task
-from api_server.engine.questions import Answer, Questions
+from api_server.engine.open_request import OpenRequest, too_large
+from api_server.engine.pooling import PooledSubmission, StreamedSubmission, wrong_task
+from api_server.engine.questions import Answer, Questions, status_after
 from api_server.engine.submission import Inbox, Submission
 from interfaces import (
     GENERATE,
     REGISTRATION_SIZE,
-    AdapterAnswer,
     Cancel,
     Detach,
     ErrorCode,
     Goodbye,
     Hello,
+    InquiryAnswer,
     PooledValues,
     PoolingContext,
     RequestError,
@@ -44,7 +43,6 @@ from interfaces import (
     TextContext,
     Unknown,
     Vectors,
-    WeightsAnswer,
     WireError,
     decode,
     encode,
@@ -128,10 +126,6 @@ class EngineClient:
         return self.model.max_model_len or None
 
     @property
-    def vocab_size(self) -> int | None:
-        return self.model.vocab_size or None
-
-    @property
     def hidden_size(self) -> int | None:
         """Width of the embedding vectors that may stand for tokens."""
         return self.status.hidden_size or None if self.status else None
@@ -146,21 +140,38 @@ class EngineClient:
         return judge(self.status, self.silence, STALE_SECONDS, self._was_ready)
 
     def submit(
-        self, context: TextContext, inbox: Inbox | None = None, scheduling: SchedulingOptions | None = None
+        self,
+        context: TextContext,
+        inbox: Inbox | None = None,
+        scheduling: SchedulingOptions | None = None,
+        again: bool = False,
     ) -> Submission:
-        """Sends a request; its updates come to `inbox`. A refusal comes as a result with an `error`."""
+        """Sends a request; its updates come to `inbox`. A refusal comes as a result with an `error`.
+
+        `again`: it goes on with one that was in the queue before.
+        """
         submission = Submission(self._new_handle(), context, inbox or Inbox(), scheduling or SchedulingOptions())
+        submission.again = again
         self._submit(submission, GENERATE)
         return submission
 
-    async def pool(self, context: PoolingContext, scheduling: SchedulingOptions | None = None) -> PooledValues:
-        """Sends texts; returns their values in order. Cancelling the call cancels it there. Raises RequestFailed."""
-        submission = PooledSubmission(self._new_handle(), context, scheduling or SchedulingOptions())
+    async def pool(
+        self, context: PoolingContext, scheduling: SchedulingOptions | None = None, again: bool = False
+    ) -> PooledValues:
+        """Sends texts, `again` those of a request that was in the queue before; returns their values in order.
+        Cancelling the call cancels it there. Raises RequestFailed."""
+        submission = PooledSubmission(self._new_handle(), context, scheduling or SchedulingOptions(), again)
         self._submit(submission, context.task)
         try:
             return await submission.done
         finally:
             self.cancel([submission])
+
+    def stream(self, context: PoolingContext, scheduling: SchedulingOptions | None = None) -> StreamedSubmission:
+        """Sends texts whose values are handed out one after another, until `cancel`. A refusal comes with the first."""
+        submission = StreamedSubmission(self._new_handle(), context, scheduling or SchedulingOptions())
+        self._submit(submission, context.task)
+        return submission
 
     def _submit(self, submission: OpenRequest, task: str) -> None:
         reason = self._cannot_serve()
@@ -216,10 +227,7 @@ class EngineClient:
         self._open[submission.handle] = submission
         data = encode(submission.message)
         if len(data) > MAX_MESSAGE_BYTES:
-            # A peer that receives more closes the connection and loses what others have sent.
-            problem = f"the request takes {len(data)} bytes, and {MAX_MESSAGE_BYTES} are the most that can be sent"
-            remedy = "send fewer texts at a time, or fewer or smaller images"
-            error = RequestError(ErrorCode.INVALID, f"{problem}: {remedy}")
+            error = too_large(len(data), MAX_MESSAGE_BYTES)
         elif not self._send_bytes(data):
             error = RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages")
         else:
@@ -291,7 +299,7 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:
-        if not isinstance(message, Results | Vectors | Unknown | Status | Answer):
+        if not isinstance(message, Results | Vectors | Unknown | Status | Answer | InquiryAnswer):
             log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
             return
         if not self._is_current(message.incarnation):
@@ -303,14 +311,10 @@ class EngineClient:
             self._take_vectors(message)
         elif isinstance(message, Unknown):
             self._submit_unknown(message)
+        elif isinstance(message, InquiryAnswer):
+            self.questions.inquiry_answered(message)
         elif isinstance(message, Answer):
-            if isinstance(message, AdapterAnswer) and self.status is not None:
-                # The next request may name the adapter, before the next Status.
-                self.status = replace(self.status, adapters=message.adapters)
-            if isinstance(message, WeightsAnswer) and self.status is not None:
-                # So does the next answer of a route that names the version.
-                weights = replace(self.status.weights, name=message.version)
-                self.status = replace(self.status, weights=weights)
+            self.status = status_after(self.status, message)
             self.questions.answered(message)
         else:
             if self.status is not None and steps(message) > steps(self.status):
@@ -360,7 +364,7 @@ class EngineClient:
 
     def _give_up(self, submission: OpenRequest) -> None:
         reason = f"the scheduler has lost this request {MOST_LOSSES} times in a row"
-        log.error("request %s failed: %s", submission.request_id, reason)
+        submission.log_failure(reason)
         self._forget(submission)
         submission.fail(RequestError(ErrorCode.FAILED, reason))
 

@@ -9,12 +9,24 @@ from __future__ import annotations
 import asyncio
 import uuid
 
+import numpy as np
+
 from api_server.engine.client import EngineClient
 from api_server.engine.submission import Submission
 from api_server.errors import RequestFailed
-from interfaces import GENERATE, PoolingContext, PoolingTask, RequestID, SamplingParams, TextContext
+from interfaces import (
+    GENERATE,
+    PaintingContext,
+    PoolingContext,
+    PoolingTask,
+    RequestID,
+    SamplingParams,
+    SynthesisContext,
+    TextContext,
+)
 
 PROBE_SECONDS = 20.0
+PROBE_SIDE = 64
 
 
 async def problem(engine: EngineClient) -> str:
@@ -52,7 +64,17 @@ async def _first_update(submission: Submission) -> str:
 
 async def _values(engine: EngineClient, task: str) -> str:
     try:
-        await engine.pool(PoolingContext.of([[0]], PoolingTask(task), request_id=_name()))
+        if task == PoolingTask.SPEAK:
+            seeds = np.zeros(1, np.int64)
+            await engine.pool(SynthesisContext.of([[0]], PoolingTask.SPEAK, seeds=seeds, request_id=_name()))
+        elif task == PoolingTask.PAINT:
+            # A side that all models take.
+            sizes = {"height": PROBE_SIDE, "width": PROBE_SIDE, "steps": 1}
+            seeds = np.zeros(1, np.int64)
+            context = PaintingContext.of([[0]], PoolingTask.PAINT, seeds=seeds, prompt="", request_id=_name(), **sizes)
+            await engine.pool(context)
+        else:
+            await engine.pool(PoolingContext.of([[0]], PoolingTask(task), request_id=_name()))
     except RequestFailed as error:
         return error.message
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from interfaces import NO_IMAGES, Status
+from interfaces import NO_IMAGES, CodecFacts, Status
 
 
 class ModelFacts:
@@ -21,6 +21,8 @@ class ModelFacts:
         self.vector_width = 0
         # Names of a classifier's labels, in the order of their numbers.
         self.labels: list[str] = []
+        # Of the codec of a model that generates speech tokens.
+        self.codec: CodecFacts | None = None
         # What the workers do with images: a value of `WorkerHello.images`, the least of all.
         self.images = NO_IMAGES
         # The schemas of the parameters of each logits processor that clients may name; None: no worker has reported.
@@ -35,6 +37,7 @@ class ModelFacts:
             self.vector_width = status.vector_width
             self.labels = status.labels
             self.images = status.images
+            self.codec = status.codec
             self._update_processors(status.processors)
 
     def _update_processors(self, texts: dict[str, str]) -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
-from interfaces import GenerationStatus, RequestError, RequestID, SchedulingOptions, Segments, Submit
+from interfaces import ErrorCode, GenerationStatus, RequestError, RequestID, SchedulingOptions, Segments, Submit
+from shared import logs
+
+log = logging.getLogger("tokenyard")
 
 # Losses of one request that are further apart than this are unrelated.
 SECONDS_OF_A_ROW = 60.0
+
+
+def too_large(size: int, most: int) -> RequestError:
+    """Say that a request of so many bytes cannot be sent, and what to do.
+
+    A peer that receives more than it takes closes the connection, and loses what others have sent.
+    """
+    problem = f"the request takes {size} bytes, and {most} are the most that can be sent"
+    return RequestError(ErrorCode.INVALID, f"{problem}: send fewer texts at a time, or fewer or smaller images")
 
 
 class OpenRequest(ABC):
@@ -29,6 +42,11 @@ class OpenRequest(ABC):
         self._losses = 0
         self._lost_at = 0.0
         self._progress_at_loss = 0
+
+    def log_failure(self, reason: str) -> None:
+        """Writes a line about the end of this request."""
+        with logs.about(self.request_id, self._scheduling.trace_id):
+            log.error("request %s failed: %s", self.request_id, reason)
 
     @property
     @abstractmethod

@@ -6,6 +6,8 @@ Knows texts by their index and values as they arrive. Knows no socket.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from interfaces import (
     RequestID,
     SchedulingOptions,
     Segments,
+    SharedMemoryError,
     Submit,
     Vectors,
 )
@@ -42,8 +45,11 @@ class PooledSubmission(OpenRequest):
 
     __slots__ = ("_context", "_missing", "_parts", "_sent", "done")
 
-    def __init__(self, handle: int, context: PoolingContext, scheduling: SchedulingOptions) -> None:
+    def __init__(
+        self, handle: int, context: PoolingContext, scheduling: SchedulingOptions, again: bool = False
+    ) -> None:
         super().__init__(handle, scheduling)
+        self.again = again
         # The values of all texts, or RequestFailed.
         self.done: asyncio.Future[PooledValues] = asyncio.get_running_loop().create_future()
         self._context = context
@@ -74,6 +80,8 @@ class PooledSubmission(OpenRequest):
         ValueError when there are no such texts, or their values are of another width than those before, or when a
         segment is gone.
         """
+        if vectors.preview:
+            return self._preview(vectors)
         first = vectors.first
         values = vectors.values.take()
         self.queued = vectors.queued_us / 1e6
@@ -88,6 +96,11 @@ class PooledSubmission(OpenRequest):
         self._parts.append(_Part(texts, values))
         return not self._missing.any()
 
+    def _preview(self, vectors: Vectors) -> bool:
+        """Takes a preview of an image. False: nothing is complete with it."""
+        vectors.values.discard()
+        return False
+
     def finish(self) -> None:
         """Hands out the values of all texts."""
         if not self.done.done():
@@ -97,10 +110,10 @@ class PooledSubmission(OpenRequest):
         """One-shot requests have no tokens."""
 
     def share(self, segments: Segments) -> None:
-        """Nothing is shared: the token ids of thousands of texts fit a message."""
+        self._context.share_arrays(segments)
 
     def unshare(self, segments: Segments) -> None:
-        """Nothing is shared."""
+        self._context.unshare_arrays(segments)
 
     def end(self, status: GenerationStatus) -> None:
         self._fail(RequestFailed(ErrorKind.UNAVAILABLE, "the request was ended by an operator"))
@@ -111,6 +124,77 @@ class PooledSubmission(OpenRequest):
     def _fail(self, error: RequestFailed) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+
+
+class StreamedSubmission(PooledSubmission):
+    """A one-shot request whose texts are wanted one after another, each as soon as it is there."""
+
+    __slots__ = ("_arrived", "_found", "_last_preview", "_previews")
+
+    def __init__(self, handle: int, context: PoolingContext, scheduling: SchedulingOptions) -> None:
+        super().__init__(handle, context, scheduling)
+        self._arrived = asyncio.Event()
+        # Values of texts that were not handed out.
+        self._found: dict[int, NDArray[np.float32]] = {}
+        # Previews of the first text that were not handed out, and the number of the last one that has come.
+        self._previews: deque[tuple[int, NDArray[np.float32]]] = deque()
+        self._last_preview = 0
+
+    async def texts(self) -> AsyncIterator[NDArray[np.float32]]:
+        """Hands out the values of each text, f32[rows, width], in the order of the texts. Raises RequestFailed."""
+        for i in range(len(self._missing)):
+            while i not in self._found:
+                if self.done.done():
+                    self.done.result()
+                self._arrived.clear()
+                await self._arrived.wait()
+            yield self._found.pop(i)
+
+    async def with_previews(self) -> AsyncIterator[tuple[int, NDArray[np.float32]]]:
+        """Hands out the previews of the only text by number, from 1 on, and at last its values as number 0. Raises
+        RequestFailed."""
+        while 0 not in self._found:
+            while self._previews:
+                yield self._previews.popleft()
+            if self.done.done():
+                self.done.result()
+            self._arrived.clear()
+            if not self._previews and 0 not in self._found:
+                await self._arrived.wait()
+        while self._previews:
+            yield self._previews.popleft()
+        yield 0, self._found.pop(0)
+
+    def _preview(self, vectors: Vectors) -> bool:
+        try:
+            values = vectors.values.take().array
+        except SharedMemoryError:
+            return False  # it came too late, and the image does without it
+        # An image that was lost with its worker has the same previews again.
+        if vectors.preview > self._last_preview:
+            self._last_preview = vectors.preview
+            self._previews.append((vectors.preview, values))
+            self._arrived.set()
+        return False
+
+    def receive(self, vectors: Vectors) -> bool:
+        complete = super().receive(vectors)
+        if vectors.preview:
+            return complete
+        texts, values = self._parts[-1]
+        self._found.update(zip(texts.tolist(), values.texts(), strict=True))
+        # One part tells that some values have come, and their width; the others would only take memory.
+        del self._parts[1:]
+        self._arrived.set()
+        return complete
+
+    def finish(self) -> None:
+        """`texts` hands out what has come."""
+
+    def _fail(self, error: RequestFailed) -> None:
+        super()._fail(error)
+        self.done.exception()  # marks it as retrieved: perhaps no reader is left
+        self._arrived.set()
 
 
 def _in_order(parts: list[_Part]) -> PooledValues:

@@ -4,6 +4,8 @@ A client that sends `X-Resume-Stream: true` gets an id with every event: the tok
 that the last token belongs to, and the number of the event since that token. The client comes back with the same body,
 the stream's `X-Request-Id` and the `Last-Event-ID`. The scheduler replays all tokens, the server renders them again and
 leaves out the events that the client has. A resumable stream is rendered token by token, so that the events are equal.
+
+With `X-Resume-Stream: end` a client takes a stream up for the last time: when it leaves, the answer ends.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ class Position:
 class Resume:
     """One resumable answer to one HTTP request: splits updates into tokens, orders and numbers them."""
 
-    def __init__(self, name: str, after: Position | None = None) -> None:
+    def __init__(self, name: str, after: Position | None = None, ends: bool = False) -> None:
         self.name = name
+        # True when the answer ends with this connection.
+        self.ends = ends
         self._after = after
         self._taken: list[int] = []
         self._shown: list[int] = []
@@ -62,10 +66,11 @@ class Resume:
     @classmethod
     def wanted(cls, headers: Headers, request_id: str) -> Resume | None:
         """The `Resume` that the headers ask for, if they do. Raises RequestFailed(INVALID)."""
-        if headers.get(HEADER, "").lower() != "true":
+        given = headers.get(HEADER, "").lower()
+        if given not in ("true", "end"):
             return None
         last = headers.get("last-event-id")
-        return cls(request_id, Position.parse(last) if last else None)
+        return cls(request_id, Position.parse(last) if last else None, given == "end")
 
     def open(self, answers: int) -> None:
         """Starts with `answers` answers. Raises RequestFailed(INVALID) when the client has read another number."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -17,6 +17,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from api_server import trace_context
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces import SchedulingOptions
 from shared.access_keys import Caller
@@ -34,6 +35,8 @@ _HEADERS = {
     "priority": "x-request-priority",
     "deterministic": "x-deterministic",
 }
+# The names of the options in a body.
+FIELDS = tuple(_HEADERS)
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -42,11 +45,19 @@ def take(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body.pop(name) for name in _HEADERS if name in body}
 
 
+def of_texts(text: Callable[[str], str | None]) -> dict[str, Any]:
+    """The scheduling options among the fields of a form, of which `text` gives the values."""
+    found: dict[str, Any] = {name: value for name in _HEADERS if (value := text(name)) is not None}
+    switch = found.get("deterministic")
+    return found if switch is None else found | {"deterministic": _SWITCH.get(switch.strip().lower(), switch)}
+
+
 def options_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hurry: bool) -> SchedulingOptions:
     """Reads scheduling options; fields of the body win over headers.
 
     Raises RequestFailed(INVALID) that names the field or header.
     """
+    span = trace_context.current.get()
     return SchedulingOptions(
         tenant=caller.name,
         weight=caller.weight,
@@ -54,12 +65,17 @@ def options_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_
         queue_seconds=_seconds("queue_timeout", headers, fields),
         total_seconds=_seconds("timeout", headers, fields),
         deterministic=_deterministic(headers, fields),
+        trace_id="" if span is None else span.trace_id,
+        span_id=span.span_id if span is not None and span.made_here and span.sampled else "",
     )
 
 
 @asynccontextmanager
-async def spending() -> AsyncIterator[None]:
-    """Counts the time before submission against the request's limit. Raises RequestFailed(TIMEOUT)."""
+async def spending(what: str = "its documents") -> AsyncIterator[None]:
+    """Counts the time that `what` takes before submission against the request's limit.
+
+    Raises RequestFailed(TIMEOUT).
+    """
     given = current.get()
     start = time.monotonic()
     total = given.total_seconds
@@ -67,7 +83,7 @@ async def spending() -> AsyncIterator[None]:
         async with asyncio.timeout(total):
             yield
     except TimeoutError:
-        message = f"the request has not ended within its time limit of {total:g} s: its documents took that long"
+        message = f"the request has not ended within its time limit of {total:g} s: {what} took that long"
         raise RequestFailed(ErrorKind.TIMEOUT, message) from None
     if total is not None:
         current.set(replace(given, total_seconds=max(0.0, total - (time.monotonic() - start))))

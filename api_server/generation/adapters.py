@@ -27,6 +27,8 @@ from shared.adapter_paths import ANY_MODEL, CONFIG_FILE, WEIGHTS_FILE, confined,
 
 # Seconds between two looks at whether an adapter's requests have ended.
 _POLL_SECONDS = 0.05
+# The orders with files that are under way: the event loop itself forgets tasks.
+_orders: set[asyncio.Task[AdapterAnswer]] = set()
 # Bytes of the number with which a safetensors file begins: the length of its header.
 _LENGTH_BYTES = 8
 
@@ -62,8 +64,25 @@ async def load_files(
     """Loads an adapter from its config and the bytes of its safetensors file. Raises as `load` does.
 
     The files are the scheduler's once it has the order: it may carry it out although nothing waits here for the answer.
+    When the client leaves, the order goes on to its end, so that the files of one that failed are removed.
     """
     _check_name(server, name)
+    order = asyncio.create_task(_load_written(server, name, config, weights, pinned))
+    _orders.add(order)
+    order.add_done_callback(_end)
+    return await asyncio.shield(order)
+
+
+def _end(order: asyncio.Task[AdapterAnswer]) -> None:
+    """Forget an order that has ended, and its error, which its client may have left."""
+    _orders.discard(order)
+    if not order.cancelled():
+        order.exception()
+
+
+async def _load_written(
+    server: ServerState, name: str, config: Mapping[str, Any], weights: bytes, pinned: bool
+) -> AdapterAnswer:
     folder = await asyncio.to_thread(_write, server.uploaded_adapters, config, weights)
     request = LoRARequest(LoRAOperation.LOAD, name, str(folder))
     try:

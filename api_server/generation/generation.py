@@ -29,6 +29,7 @@ from typing import Self
 
 from api_server import access_log
 from api_server.answers.choice import Choice, Finish, TextDelta
+from api_server.answers.observer import Observer, receiving
 from api_server.engine import resume, scheduling
 from api_server.engine.submission import Inbox, Submission
 from api_server.errors import from_scheduler
@@ -51,9 +52,9 @@ async def generate(
     server.check_family(False)
     batch = [requests] if isinstance(requests, TextGenerationRequest) else list(requests)
     path = batch[0].request_path
-    for observer in server.observers:
-        observer.received(path)
-    generation = Generation(server, await preparation.prepare(server, batch))
+    with receiving(server.observers, path):
+        prepared = await preparation.prepare(server, batch)
+    generation = Generation(server, prepared)
     await generation.wait_for_first()
     return generation
 
@@ -61,8 +62,16 @@ async def generate(
 class Generation:
     """The running answers to one HTTP request; iterate it, or `collect` it."""
 
-    def __init__(self, server: ServerState, prepared: Sequence[Prepared]) -> None:
+    def __init__(
+        self, server: ServerState, prepared: Sequence[Prepared], part: bool = False, again: bool = False
+    ) -> None:
+        """A `part` of a longer answer is reported by its owner, to observers and the access log.
+
+        `again`: an earlier part was in the queue.
+        """
         self._server = server
+        self._observers: Sequence[Observer] = () if part else server.observers
+        self._again = again
         self._inbox = Inbox()
         self._ready: deque[TextDelta] = deque()
         self._running: dict[Submission, Answer] = {}
@@ -70,7 +79,7 @@ class Generation:
         if self._resume is not None:
             self._resume.open(sum(item.request.n for item in prepared))
         self.choices: list[Choice] = []
-        if (entry := access_log.current.get()) is not None:
+        if not part and (entry := access_log.current.get()) is not None:
             entry.choices.append(self.choices)
         for request_index, item in enumerate(prepared):
             thinking = server.formats.thinks(item.request, item.prompt.tokens)
@@ -111,12 +120,12 @@ class Generation:
         """Cancels what still runs. Idempotent."""
         running = self._running
         self._running = {}
-        if self._resume is None:
+        if self._resume is None or self._resume.ends:
             self._server.engine.cancel(running)
         else:
             self._server.engine.detach(running)
         for answer in running.values():
-            for observer in self._server.observers:
+            for observer in self._observers:
                 observer.abandoned(answer.choice)
 
     async def wait_for_first(self) -> None:
@@ -134,17 +143,27 @@ class Generation:
 
     def _start(self, item: Prepared, request_index: int, k: int, thinking: bool) -> None:
         context = item.context(k)
-        choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, context, item.only_scores)
+        choice = Choice(
+            len(self.choices),
+            item.request,
+            request_index,
+            item.prompt.text,
+            context,
+            item.only_scores,
+            tenant=scheduling.current.get().tenant,
+            model=item.request.lora_name or self._server.model_name,
+        )
         choice.submitted = time.monotonic()
         self.choices.append(choice)
-        for observer in self._server.observers:
+        for observer in self._observers:
             observer.started(choice)
         reader = self._server.formats.reader(item.request, thinking)
         choice.answer = choice.answer if reader is None else reader.answer
         if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))
             return
-        submission = self._server.engine.submit(context, self._inbox, self._scheduling(f"{choice.index}"))
+        own = self._scheduling(f"{choice.index}")
+        submission = self._server.engine.submit(context, self._inbox, own, self._again)
         choice.hidden = submission.hidden
         choice.versions = submission.versions
         self._running[submission] = Answer(choice, self._server, reader)
@@ -215,7 +234,7 @@ class Generation:
         since = now - (choice.last_token or choice.submitted)
         choice.last_token = now
         choice.first_token = choice.first_token or now
-        for observer in self._server.observers:
+        for observer in self._observers:
             observer.tokens(choice, count, since)
 
     def _finished(self, choice: Choice, finish: Finish) -> TextDelta:
@@ -224,6 +243,6 @@ class Generation:
             # No version made it: the one that would have.
             choice.versions.append((0, version_of(self._server)))
         self._server.retry_after.served()
-        for observer in self._server.observers:
+        for observer in self._observers:
             observer.finished(choice)
         return TextDelta(choice.index, "", 0, [], finish)

@@ -67,6 +67,7 @@ class Prepared:
             model_name=self.request.model_name,
             cache_salt=_salt(self.request),
             hidden_states=self.request.hidden_states,
+            hidden_from=self.request.hidden_from,
             prompt_embeddings=self.request.prompt_embeddings,
             log_probabilities=self.request.logprobs or int(self.sampling.logprobs != LogprobMode.NONE),
             log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
@@ -103,7 +104,7 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     if total > most:
         raise invalid(f"the request asks for {total} answers at once; at most {most} are possible", "n")
     limit = server.max_model_len
-    vocab_size = server.engine.vocab_size
+    vocab_size = server.engine.model.vocab_size or None
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
     found = [replace(item, adapter=_adapter(server, item.request)) for item in found]

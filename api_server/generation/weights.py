@@ -94,7 +94,13 @@ async def from_files(
 
 
 async def from_group(
-    server: ServerState, group: str, tensors: Sequence[TensorSpec], sender: int, version: str, running: int, hold: bool
+    server: ServerState,
+    group: GroupSpec,
+    tensors: Sequence[TensorSpec],
+    sender: int,
+    version: str,
+    running: int,
+    hold: bool,
 ) -> WeightsAnswer:
     """Receives tensors over a group from the rank `sender`, and serves them, or holds them for a later order."""
     if not 1 <= len(tensors) <= _MOST_TENSORS:
@@ -107,7 +113,7 @@ async def from_group(
         server,
         WeightsAction.RECEIVE,
         version=_named(version),
-        group=GroupSpec(group),
+        group=group,
         tensors=list(tensors),
         sender=sender,
         running=running,

@@ -14,6 +14,7 @@ PAGES_OF_THIS_HOST = r"https?://(localhost|([a-z0-9-]+\.)+localhost|127\.0\.0\.1
 
 # Headers of answers that a page could not read otherwise.
 EXPOSED_HEADERS = (
+    *(f"x-ratelimit-{fact}-{kind}" for kind in ("requests", "tokens") for fact in ("limit", "remaining", "reset")),
     *("x-request-id", "request-id", "retry-after", "www-authenticate"),
     *("x-compute-type", "x-compute-time", "x-compute-characters", "x-total-time", "x-validation-time"),
     *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),

@@ -1,7 +1,7 @@
 """Asks the media process, and never waits for it on the loop.
 
 Knows the process's protocol and lifecycle: it starts at first use (or by `start`), and again when it has died. The
-media process knows images.
+media process knows images and sound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.protocol import Answer, Start
 from shared.liveness import SUPERVISOR_PID
-from shared.pipe_messages import message_unpacker, send_message
+from shared.pipe_messages import end_process, message_unpacker, send_message
 
 log = logging.getLogger("tokenyard")
 
@@ -30,6 +30,7 @@ class MediaClient:
 
     def __init__(self, start: Start) -> None:
         self._first = start
+        self._what = "sound" if "mel" in start or "most_seconds" in start else "images"
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._number = 0
         self._process: Process | None = None
@@ -44,7 +45,9 @@ class MediaClient:
         assert self._facts is not None
         facts = await asyncio.shield(self._facts)
         if "error" in facts:
-            raise RequestFailed(ErrorKind.UNSUPPORTED, f"this model takes no images on this server: {facts['error']}")
+            raise RequestFailed(
+                ErrorKind.UNSUPPORTED, f"this model takes no {self._what} on this server: {facts['error']}"
+            )
         return facts
 
     async def start(self) -> None:
@@ -55,7 +58,7 @@ class MediaClient:
         try:
             await asyncio.shield(starting)
         except OSError as error:
-            log.error("the process that reads images cannot be started: %s", error)
+            log.error("the process that reads %s cannot be started: %s", self._what, error)
             if self._starting is starting:
                 self._starting = None
             raise ProcessLost from None
@@ -64,7 +67,8 @@ class MediaClient:
         """The results of a job. Raises ProcessLost."""
         await self.facts()
         process = self._process
-        if process is None:
+        reading = self._reading
+        if process is None or reading is None:
             raise ProcessLost
         self._number += 1
         number = self._number
@@ -74,6 +78,7 @@ class MediaClient:
             found: Answer = await answer
             return found
         except OSError:
+            await end_process(process, reading)
             raise ProcessLost from None
         finally:
             self._asked.pop(number, None)
@@ -117,7 +122,9 @@ class MediaClient:
         if has_no_processor:
             return  # it would end again
         if not self._closed:
-            log.error("the process that reads images ended with %s; the next image will start it", process.returncode)
+            log.error(
+                "the process that reads %s ended with %s; the next file will start it", self._what, process.returncode
+            )
         self._process = self._starting = None
         futures: list[asyncio.Future[Any]] = [facts, *self._asked.values()]
         for future in futures:

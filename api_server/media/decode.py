@@ -9,7 +9,8 @@ import contextlib
 import io
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageChops, ImageOps, UnidentifiedImageError
 
 # The formats that are opened. Pillow knows many more, some of which run other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -19,8 +20,12 @@ MOST_PIXELS = 33_000_000
 MOST_PIXELS_TOGETHER = 100_000_000
 
 _WHITE = (255, 255, 255)
+# Modes with an alpha channel.
+_TRANSPARENT = ("RGBA", "LA", "PA", "La", "RGBa")
 # Depths of more than 8 bits for each pixel, as Pillow opens them.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+# EXIF's orientations of images that lie on a side.
+_LYING = (5, 6, 7, 8)
 _HIGHEST_OF_16_BITS = 65_535
 _STEPS_TO_8_BITS = 257
 
@@ -33,6 +38,16 @@ def size_of(data: bytes) -> tuple[int, int]:
     """Width and height from the file's header. Raises ImageRefused."""
     with opened(data) as image:
         return image.size
+
+
+def upright_size_of(data: bytes) -> tuple[int, int]:
+    """Width and height that `decoded` gives, from the file's header. Raises ImageRefused."""
+    with opened(data) as image:
+        width, height = image.size
+        orientation = None
+        with contextlib.suppress(Exception):  # malformed EXIF data are ignored
+            orientation = image.getexif().get(ExifTags.Base.Orientation)
+        return (height, width) if orientation in _LYING else (width, height)
 
 
 def decoded(data: bytes) -> Image.Image:
@@ -67,6 +82,37 @@ def opened(data: bytes) -> Image.Image:
     return image
 
 
+def resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """The pixels of a picture in a width and height, u8[height, width, channels], as diffusers resizes it."""
+    return np.asarray(image.resize(size, Image.Resampling.LANCZOS))
+
+
+def mask_of(data: bytes, size: tuple[int, int], wanted: tuple[int, int]) -> NDArray[np.uint8]:
+    """A mask for an image of this size, resized, u8[height, width]: 255 where the image is painted anew.
+
+    That is where the mask is transparent; where it has no transparency, where it is white. Raises ImageRefused.
+    """
+    with opened(data) as image:
+        try:
+            image.load()
+            upright = _upright(image)
+            if upright.mode in _DEEP:
+                upright = _of_8_bits(upright)
+            if upright.mode in _TRANSPARENT or "transparency" in upright.info:
+                shade = ImageChops.invert(upright.convert("RGBA").getchannel("A"))
+            else:
+                shade = upright.convert("L")
+        except MemoryError:
+            raise
+        except Exception as error:  # as in `decoded`
+            raise ImageRefused(f"is damaged or cut off ({reason(error)}): send the whole file") from None
+    if shade.size != size:
+        raise ImageRefused(
+            f"has {shade.width} x {shade.height} pixels, and the image {size[0]} x {size[1]}: send one of the same size"
+        )
+    return np.where(resized(shade, wanted) > _WHITE[0] // 2, np.uint8(_WHITE[0]), np.uint8(0))
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """The image turned as its EXIF data say. Malformed EXIF data are ignored."""
     turned = None
@@ -81,7 +127,7 @@ def flat(image: Image.Image) -> Image.Image:
         image = _of_8_bits(image)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
         whole = image.convert("RGBA")
         under = Image.new("RGBA", whole.size, (*_WHITE, 255))
         return Image.alpha_composite(under, whole).convert("RGB")

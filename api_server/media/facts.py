@@ -1,15 +1,17 @@
-"""Facts of the served model's image processor, read once in each API process.
+"""Facts of the served model's image processor, or of what makes features of its sounds, read once in each API process.
 
-A text to a model with eyes needs no more of images than these, so it never waits for the media process.
+A text to a model with eyes or ears needs no more of media than these, so it never waits for the media process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.processors import NoProcessor, Processor, Vision
+from api_server.media.sound_processors import SoundProcessor
 
 log = logging.getLogger("tokenyard")
 
@@ -17,31 +19,33 @@ log = logging.getLogger("tokenyard")
 class ImageFacts:
     """The facts of one model, which are read in a thread when they are first wanted."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, hears: bool = False) -> None:
+        """`hears`: the model's media are sounds."""
         self._model = model
+        self._hears = hears
         self._reading: asyncio.Future[Vision] | None = None
 
     async def warm(self) -> None:
-        """Reads the facts of a model whose config has a vision tower, so that no request waits for them."""
-        if await asyncio.to_thread(self._has_tower):
+        """Reads the facts of a model whose config has such a tower, so that no request waits for them."""
+        if self._hears or await asyncio.to_thread(self._has_tower):
             try:
                 await self.read()
             except RequestFailed as error:
                 log.info("%s", error)
 
     async def read(self) -> Vision:
-        """The facts. Raises RequestFailed when the model's images cannot be processed here."""
+        """The facts. Raises RequestFailed when the model's images or sounds cannot be processed here."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
         try:
             # Other requests may wait for the same reading when this one's client goes away.
             return await asyncio.shield(self._reading)
         except NoProcessor as error:
-            message = f"this model takes no images on this server: {error}"
+            message = f"this model takes no {'sounds' if self._hears else 'images'} on this server: {error}"
             raise RequestFailed(ErrorKind.UNSUPPORTED, message) from None
 
     def _read(self) -> Vision:
-        return Processor(self._model, 0).facts
+        return SoundProcessor(self._model, math.inf).facts if self._hears else Processor(self._model, 0).facts
 
     def _has_tower(self) -> bool:
         from transformers import PreTrainedConfig

@@ -29,6 +29,11 @@ MOST_WAITING = 256
 MOST_VIDEOS_WAITING = 32
 # Most bytes of these images.
 MOST_WAITING_BYTES = 256 << 20
+# Most bytes of the features of sounds: of requests that run or wait, and of files that are read. What is kept for
+# requests to come counts apart.
+MOST_FEATURE_BYTES = 2 << 30
+# Most seconds of all sounds of a request.
+MOST_SECONDS = 3600
 # Names of segments that go with a job. Few arrays of an image are large.
 _NAMES = 3
 # Up to this number of images a request cannot have too many pixels together.
@@ -43,7 +48,7 @@ _ATTEMPTS = 2
 
 @dataclass(eq=False)
 class ProcessedImage:
-    """One image or video as the model takes it.
+    """One image, video or sound as the model takes it.
 
     Its arrays live as long as this object, or longer while a request holds them.
     """
@@ -57,6 +62,8 @@ class ProcessedImage:
     is_clip: bool = False
     # Whether the model takes it as a video, and not as an image of many tiles.
     is_video: bool = False
+    # Length of a sound; 0 for an image.
+    seconds: float = 0.0
 
     @property
     def pixel_values(self) -> Shareable:
@@ -99,8 +106,8 @@ class Images:
 
     `limits` are the most tokens of an image and of a video. `segments` own the arrays; None: arrays travel in
     messages. `key` makes the hashes such that no client can search for two images of one hash.
-    `observe` is called for each image with the seconds of its processing, 0 for a hit. `most_videos` are the most
-    videos of one request.
+    `observe` is called for each image with the seconds of its processing, 0 for a hit, and `heard` for each sound that
+    is read, with its length and the seconds of its processing. `most_videos` are the most videos of one request.
     """
 
     facts: ImageFacts
@@ -111,10 +118,12 @@ class Images:
     key: bytes
     observe: Callable[[float], None] = lambda seconds: None
     most_videos: int = MOST_VIDEOS_WAITING
+    heard: Callable[[float, float], None] = lambda seconds, took: None
     _kept: OrderedDict[bytes, ProcessedImage] = field(default_factory=OrderedDict)
     _kept_bytes: int = 0
     _coming: dict[bytes, _Coming] = field(default_factory=dict)
     _coming_bytes: int = 0
+    _feature_bytes: int = 0
     _image_slots: asyncio.Semaphore = field(default_factory=_image_slots)
     _video_slots: asyncio.Semaphore = field(default_factory=_video_slots)
 
@@ -126,6 +135,8 @@ class Images:
     async def processed(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> list[ProcessedImage]:
         """Processes the images of a request. Raises RequestFailed that names the image by its field."""
         vision = await self.vision()
+        if vision.is_sound:
+            raise RequestFailed(ErrorKind.UNSUPPORTED, f"this model takes no images: {vision.no_videos}")
         given = [*options] or [ImageWishes(f"images[{i}]") for i in range(len(images))]
         keys = await asyncio.to_thread(lambda: [self._hash(*each, vision) for each in zip(images, given, strict=True)])
         new = [i for i, key in enumerate(keys) if key not in self._kept]
@@ -148,15 +159,42 @@ class Images:
         )
         return await self._all(keys, jobs, [each.field for each in given], "video")
 
+    async def processed_sounds(self, sounds: Sequence[bytes], fields: Sequence[str]) -> list[ProcessedImage]:
+        """Processes the sounds of a request. Raises RequestFailed that names the sound by its field."""
+        vision = await self.vision()
+        if not vision.is_sound:
+            raise RequestFailed(ErrorKind.UNSUPPORTED, "this model takes no sounds: it sees images, and hears nothing")
+        given = [*fields] or [f"sounds[{i}]" for i in range(len(sounds))]
+        plain = ImageWishes()
+        keys = await asyncio.to_thread(lambda: [self._hash(sound, plain, vision) for sound in sounds])
+        return await self._all(
+            keys, [_image_job(sound, plain) for sound in sounds], given, "sound", vision.most_sound_bytes
+        )
+
+    @property
+    def feature_bytes(self) -> int:
+        """The bytes of all features of sounds that are held, or may come of files that are read."""
+        return self._feature_bytes
+
     async def _all(
-        self, keys: Sequence[bytes], jobs: Sequence[dict[str, Any]], fields: Sequence[str], kind: str
+        self, keys: Sequence[bytes], jobs: Sequence[dict[str, Any]], fields: Sequence[str], kind: str, largest: int = 0
     ) -> list[ProcessedImage]:
         found: list[ProcessedImage | _Coming] = []
+        made: list[ProcessedImage] = []
+        seconds = 0.0
         try:
             for key, job in zip(keys, jobs, strict=True):
-                found.append(self._find(key, job))
-            # A task is shielded: when the client goes away, others may wait for the same image.
-            return [image if isinstance(image, ProcessedImage) else await asyncio.shield(image.task) for image in found]
+                found.append(self._find(key, job, largest))
+            for image, where in zip(found, fields, strict=True):
+                # A task is shielded: when the client goes away, others may wait for the same image.
+                made.append(image if isinstance(image, ProcessedImage) else await asyncio.shield(image.task))
+                seconds += made[-1].seconds
+                if seconds > MOST_SECONDS:
+                    most = f"at most {MOST_SECONDS} s are possible: send fewer, or shorter ones"
+                    raise invalid(
+                        f"{where}: the sounds of the request up to this one take {seconds:g} s; {most}", where
+                    )
+            return made
         except _Refused as refused:
             where = next(fields[i] for i, image in enumerate(found) if _has_failed(image, refused))
             raise invalid(f"{where}: the {kind} {refused}", where) from None
@@ -165,18 +203,23 @@ class Images:
                 if isinstance(image, _Coming):
                     self._leave(key, image)
 
-    def _find(self, key: bytes, job: dict[str, Any]) -> ProcessedImage | _Coming:
-        """The image, or what it comes from, which one more request waits for until it leaves."""
+    def _find(self, key: bytes, job: dict[str, Any], largest: int) -> ProcessedImage | _Coming:
+        """The image, or what it comes from, which one more request waits for until it leaves.
+
+        `largest` are the most bytes that its arrays may take; 0: they do not count.
+        """
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
-            self.observe(0.0)
+            if not kept.seconds:
+                self.observe(0.0)
             return kept
         coming = self._coming.get(key)
         if coming is None:
             coming = _Coming(len(job["image"]) + sum(map(len, job["video"])), bool(job["video"]))
             self._check_room(coming)
-            coming.task = asyncio.create_task(self._process(key, job, coming))
+            self._check_features(largest)
+            coming.task = asyncio.create_task(self._process(key, job, coming, largest))
             self._coming[key] = coming
             self._coming_bytes += coming.size
             coming.task.add_done_callback(lambda task: self._done(key, coming, task))
@@ -193,6 +236,13 @@ class Images:
         else:
             return
         raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
+
+    def _check_features(self, largest: int) -> None:
+        """Raises RequestFailed when no room is left for the features of one more sound."""
+        most = MOST_FEATURE_BYTES + self.most_bytes
+        if largest and self._feature_bytes and self._feature_bytes + largest > most:
+            message = f"sounds of open requests take {self._feature_bytes >> 20} MiB of memory; retry later"
+            raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
 
     def _leave(self, key: bytes, coming: _Coming) -> None:
         """A request waits no more. What waits for its turn is dropped with the last one."""
@@ -218,17 +268,37 @@ class Images:
         while self._kept_bytes > self.most_bytes and self._kept:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    async def _process(self, key: bytes, job: dict[str, Any], coming: _Coming) -> ProcessedImage:
+    async def _process(self, key: bytes, job: dict[str, Any], coming: _Coming, largest: int) -> ProcessedImage:
         began = time.monotonic()
         async with self._video_slots if coming.is_clip else self._image_slots:
+            self._check_features(largest)
             coming.is_sent = True
-            found = await self._ask(job)
-        self.observe(time.monotonic() - began)
+            self._feature_bytes += largest
+            try:
+                found = await self._ask(job)
+            except BaseException:
+                self._feature_bytes -= largest
+                raise
+        took = time.monotonic() - began
+        if "seconds" in found:
+            self.heard(found["seconds"], took)
+        else:
+            self.observe(took)
         arrays = {name: unpacked(array) for name, array in found["arrays"].items()}
         image_hash = int.from_bytes(key[:8], "little") >> 1
-        made = ProcessedImage(arrays, found["run"], image_hash, bool(job["video"]), bool(found.get("is_video")))
+        is_clip = bool(job["video"])
+        is_video = bool(found.get("is_video"))
+        made = ProcessedImage(arrays, found["run"], image_hash, is_clip, is_video, found.get("seconds", 0.0))
+        if largest:
+            self._feature_bytes -= largest - made.nbytes
+            # A request holds the array itself when this object has gone.
+            held = made.pixel_values
+            weakref.finalize(held, _release, self._release_features, made.nbytes, asyncio.get_running_loop())
         self._release_after(made)
         return made
+
+    def _release_features(self, size: int) -> None:
+        self._feature_bytes -= size
 
     async def _ask(self, job: dict[str, Any]) -> Answer:
         """Asks the media process, once more if it has died. Raises _Refused and RequestFailed."""
@@ -252,7 +322,7 @@ class Images:
         """Has the segments of an image released when the last user of the object is gone."""
         held = [array for array in image.arrays.values() if isinstance(array, SharedMemoryArray)]
         if held and self.segments is not None:
-            weakref.finalize(image, _release, self.segments, held, asyncio.get_running_loop())
+            weakref.finalize(image, _release, self.segments.release, held, asyncio.get_running_loop())
 
     async def _check_sizes(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> None:
         """Refuses a request whose images have too many pixels together, by their headers."""
@@ -313,12 +383,12 @@ def _has_failed(image: ProcessedImage | _Coming, error: _Refused) -> bool:
     return isinstance(image, _Coming) and image.task.done() and image.task.exception() is error
 
 
-def _release(segments: Segments, held: list[SharedMemoryArray], loop: asyncio.AbstractEventLoop) -> None:
-    """Releases segments on the loop's thread, which is the only one that counts holders."""
+def _release(release: Callable[[Any], None], held: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Releases on the loop's thread, which is the only one that counts holders and bytes."""
     if loop.is_closed():
-        segments.release(held)
+        release(held)
     else:
-        loop.call_soon_threadsafe(segments.release, held)
+        loop.call_soon_threadsafe(release, held)
 
 
 def _lost() -> RequestFailed:

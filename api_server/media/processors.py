@@ -65,6 +65,10 @@ class Vision:
     video_token_id: int = -1
     video_token: str = ""
     no_videos: str = ""
+    # The model hears: all that is above holds for sounds, and it takes no images.
+    is_sound: bool = False
+    # Bytes of the arrays of the longest sound.
+    most_sound_bytes: int = 0
 
 
 @dataclass(frozen=True)

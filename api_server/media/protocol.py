@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from interfaces import MESSAGE_THRESHOLD, Shareable, SharedMemoryArray, fill
 from shared.resources import usable_cores
 
-# Most images and videos that are read at once, if there are as many cores.
+# Most images, videos and sound files that are read at once, if there are as many cores.
 _MOST_AT_ONCE = 4
 
 
@@ -23,17 +23,25 @@ def jobs_at_once() -> int:
     return max(2, min(_MOST_AT_ONCE, usable_cores()))
 
 
-class Start(TypedDict):
-    """What the media process loads."""
+class Start(TypedDict, total=False):
+    """What the media process loads: a model's image processor, with `mel` what reads sound for a recogniser, and with
+    `most_seconds` what reads sound for a model that hears. With `edits` it loads nothing, and reads images that are to
+    be painted anew."""
 
     model: str
+    edits: bool
     # Most tokens of an image, and of a video.
     most_tokens: int
     most_video_tokens: int
+    # The fields of a `MelForm`.
+    mel: dict[str, int]
+    # Length of the longest sound.
+    most_seconds: float
 
 
 class Job(TypedDict):
-    """One image or video to be processed, or the headers of several images to be read.
+    """One image or video to be processed, or the headers of several images to be read. For a model that hears `image`
+    is a sound file.
 
     `segments` are names that arrays may be written under. `pixels` may have min_pixels and max_pixels. `video` is a
     video file or, with `is_frames`, images that are its frames; of 0 `fps` and `num_frames` the model decides.
@@ -51,8 +59,29 @@ class Job(TypedDict):
     segments: list[str]
 
 
+class SoundJob(TypedDict):
+    """One sound file to be made features."""
+
+    number: int
+    sound: bytes
+    most_seconds: float
+    segments: list[str]
+
+
+class EditJob(TypedDict):
+    """An image to be read in a size, and the mask for it, or b"". Of `width` 0 the header alone is read."""
+
+    number: int
+    picture: bytes
+    mask: bytes
+    width: int
+    height: int
+    segments: list[str]
+
+
 class Answer(TypedDict, total=False):
-    """Results of a job. `error` ends a sentence about the image; `index` is that of the image in `measure`."""
+    """Results of a job. `error` ends a sentence about the image or the sound file; `index` is that of the image in
+    `measure`. Of an EditJob it is 0 for the image and 1 for the mask."""
 
     number: int
     error: str
@@ -62,6 +91,10 @@ class Answer(TypedDict, total=False):
     run: str
     is_video: bool
     arrays: dict[str, list[Any]]
+    # Length of a sound.
+    seconds: float
+    # Width and height of an image.
+    size: list[int]
 
 
 def packed(array: NDArray[Any], segments: list[str]) -> list[Any]:

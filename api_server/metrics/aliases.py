@@ -1,8 +1,8 @@
 """The figures under the names that the dashboards of TGI, SGLang and vLLM use.
 
 Derived from this server's own families at scrape time, so nothing is counted twice. A name appears only where its
-meaning is the same; bucket bounds are this server's; vLLM's are those of guesses. Where the server has several
-models, facts of schedulers are those of the first one.
+meaning is the same; bucket bounds are this server's; vLLM's are in `vllm_names.py`, and those of guesses here. Where
+the server has several models, facts of schedulers are those of the first one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UntypedMetricFamily
 
+from api_server.metrics.vllm_names import HISTOGRAMS, labels_of, vllm_families
+
 _TGI_FAILURES = {
     "invalid": "validation",
     "overloaded": "overloaded",
+    "rate_limited": "overloaded",
     "unavailable": "overloaded",
     "failed": "generation",
     "cancelled": "dropped",
@@ -59,7 +62,8 @@ def aliases(families: Mapping[str, Metric], model_name: str) -> Iterator[Metric]
     for name, source in _GAUGES.items():
         if source in families:
             yield _gauge(name, source, total(families, source), labels)
-    for table, extra in ((_TGI_HISTOGRAMS, {}), (_SGLANG_HISTOGRAMS, labels)):
+    of_vllm = HISTOGRAMS, labels_of(model_name)
+    for table, extra in ((_TGI_HISTOGRAMS, {}), (_SGLANG_HISTOGRAMS, labels), of_vllm):
         for name, source in table.items():
             if source in families:
                 yield _renamed(families[source], name, extra)
@@ -69,6 +73,7 @@ def aliases(families: Mapping[str, Metric], model_name: str) -> Iterator[Metric]
     yield from _sglang_requests(families, labels)
     yield from _sglang_memory(families, labels)
     yield from _guesses(families, labels)
+    yield from vllm_families(families, model_name)
 
 
 def _of_model(families: Mapping[str, Metric], model_name: str) -> Iterator[tuple[str, Metric]]:

@@ -23,12 +23,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from api_server.answers.choice import Choice
-from api_server.answers.one_shot import OneShot
+from api_server.answers.one_shot import OneShot, Sound
 from api_server.dialects.openai.errors import render_error
 from api_server.errors import RequestFailed
 from api_server.metrics.aliases import aliases
 from api_server.metrics.files import shared_directory
 from api_server.metrics.server_facts import ModelState, facts_of_models, process_facts
+from api_server.metrics.usage import MOST_SHOWN, key_families
 from api_server.outcomes import Outcome, outcome_of
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import Status
@@ -55,7 +56,7 @@ class _Tally:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self.amount = 0
+        self.amount: float = 0
 
     def write(self) -> None:
         if self.amount:
@@ -107,6 +108,8 @@ class Metrics:
         self._received = Counter(
             "tokenyard_requests_received", "Requests for generation or pooling", ["route"], registry=own
         )
+        answers = Counter("tokenyard_answers", "Answers by their finish reason", ["finished_reason"], registry=own)
+        self._answers_by = {reason: _Tally(answers.labels(reason)) for reason in ("stop", "length", "abort")}
         self._ended_by: dict[tuple[str, str], _Tally] = {}
         self._received_by: dict[str, _Tally] = {}
         self._prompt_tokens = _Tally(Counter("tokenyard_prompt_tokens", "Prompt tokens submitted", registry=own))
@@ -124,7 +127,23 @@ class Metrics:
         self._cached_images = _Tally(
             Counter("tokenyard_cached_images", "Images of requests that came from the cache of images", registry=own)
         )
+        self._audio_seconds = _Tally(
+            Counter("tokenyard_audio_seconds", "Seconds of sound that requests had", registry=own)
+        )
+        self._painted_images = _Tally(
+            Counter("tokenyard_painted_images", "Images that were painted for requests", registry=own)
+        )
+        self._painted_pixels = _Tally(
+            Counter("tokenyard_painted_pixels", "Pixels of the images that were painted", registry=own)
+        )
+        traced = Counter(
+            "tokenyard_traced_requests", "Requests whose spans were sent or dropped", ["outcome"], registry=own
+        )
+        self._traced = {outcome: _Tally(traced.labels(outcome)) for outcome in ("sent", "dropped")}
         self._totals = (
+            self._audio_seconds,
+            self._painted_images,
+            self._painted_pixels,
             self._prompt_tokens,
             self._generation_tokens,
             self._cached_tokens,
@@ -132,6 +151,7 @@ class Metrics:
             self._refused_connections,
             self._images,
             self._cached_images,
+            *self._traced.values(),
         )
         self._histograms: list[_TalliedHistogram] = []
         self._validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
@@ -150,6 +170,19 @@ class Metrics:
         self._image_seconds = self._histogram(
             "image_processing_seconds", "Bytes of an image to its arrays, with the wait for a process", SECONDS
         )
+        self._sound_seconds = self._histogram("speech_audio_seconds", "Seconds of sound of a spoken request", SECONDS)
+        self._first_sound = self._histogram(
+            "time_to_first_audio_seconds", "Arrival to the first samples of a spoken request", SECONDS
+        )
+        self._real_time_factor = self._histogram(
+            "speech_real_time_factor", "Seconds from submission to the last sample, for each second of sound", SECONDS
+        )
+        self._clip_seconds = self._histogram(
+            "audio_processing_seconds", "Bytes of a sound file to its features, with the wait for a process", SECONDS
+        )
+        self._painting_seconds = self._histogram(
+            "painting_seconds", "Seconds from submission to the last image of a request", SECONDS
+        )
         self._due: asyncio.TimerHandle | None = None
 
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> _TalliedHistogram:
@@ -164,14 +197,15 @@ class Metrics:
         draining: bool = False,
         processes: Mapping[str, ProcessState] = MappingProxyType({}),
         others: Sequence[ModelState] = (),
+        further: Iterable[Metric] = (),
     ) -> bytes:
         """The text that GET /metrics answers. The scheduler's last `status` is `silence` seconds old.
 
-        `others` are the further models.
+        `others` are the further models, and `further` are families that are shown as they are.
         """
         self.write()
         models = [ModelState(self._model_name, status, silence), *others]
-        facts = [*facts_of_models(models, draining), *process_facts(processes)]
+        facts = [*facts_of_models(models, draining), *process_facts(processes), *further]
         return generate_latest(_Everything(self._families(), facts, self._model_name))
 
     def received(self, path: str) -> None:
@@ -180,6 +214,9 @@ class Metrics:
             tally = self._received_by[path] = _Tally(self._received.labels(path))
         tally.amount += 1
         self._write_soon()
+
+    def left(self, path: str) -> None:
+        self._count(path, Outcome.CANCELLED)
 
     def started(self, choice: Choice) -> None:
         self._prompt_tokens.amount += choice.prompt_tokens
@@ -192,12 +229,15 @@ class Metrics:
         self._write_soon()
 
     def finished(self, choice: Choice) -> None:
-        aborted = choice.finish is not None and choice.finish.kind == "cancelled"
+        kind = "" if choice.finish is None else choice.finish.kind
+        aborted = kind == "cancelled"
+        self._answers_by["abort" if aborted else "length" if kind == "length" else "stop"].amount += 1
         self._count(choice.request.request_path, Outcome.CANCELLED if aborted else Outcome.OK)
         self._note_times(choice)
         self._note_lengths(choice)
 
     def abandoned(self, choice: Choice) -> None:
+        self._answers_by["abort"].amount += 1
         self._count(choice.request.request_path, Outcome.CANCELLED)
         self._note_lengths(choice)
 
@@ -208,13 +248,27 @@ class Metrics:
 
     def texts_pooled(self, shot: OneShot) -> None:
         self._count(shot.path, Outcome.OK)
-        self._pooled_texts.amount += shot.texts
+        if shot.pictures is None:
+            self._pooled_texts.amount += shot.texts
+            self._generation_tokens.amount += shot.generated
+        else:
+            self._painted_images.amount += shot.pictures.count
+            self._painted_pixels.amount += shot.pictures.count * shot.pictures.pixels
         self._prompt_length.note(shot.tokens)
         if shot.ended is not None:
             self._e2e.note(shot.ended - shot.received)
+            if shot.sound is not None:
+                self._note_sound(shot, shot.sound, shot.ended)
+            if shot.pictures is not None:
+                self._painting_seconds.note(shot.ended - shot.submitted)
 
     def texts_abandoned(self, shot: OneShot) -> None:
+        self._generation_tokens.amount += shot.generated
         self._count(shot.path, Outcome.CANCELLED)
+
+    def clip(self, seconds: float, took: float) -> None:
+        self._audio_seconds.amount += seconds
+        self._clip_seconds.note(took)
 
     def image(self, seconds: float) -> None:
         self._images.amount += 1
@@ -233,12 +287,17 @@ class Metrics:
         self._refused_connections.amount += 1
         self._write_soon()
 
+    def traced(self, outcome: str, count: int) -> None:
+        """Counts requests whose spans were sent or dropped."""
+        self._traced[outcome].amount += count
+        self._write_soon()
+
     def write(self) -> None:
         """Adds the pending amounts to the shared counters."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        for tally in (*self._received_by.values(), *self._ended_by.values(), *self._totals):
+        for tally in (*self._received_by.values(), *self._ended_by.values(), *self._answers_by.values(), *self._totals):
             tally.write()
         for histogram in self._histograms:
             histogram.write()
@@ -253,6 +312,13 @@ class Metrics:
             tally = self._ended_by[path, outcome] = _Tally(self._requests.labels(path, outcome))
         tally.amount += 1
         self._write_soon()
+
+    def _note_sound(self, shot: OneShot, sound: Sound, ended: float) -> None:
+        self._sound_seconds.note(sound.seconds)
+        if sound.first is not None:
+            self._first_sound.note(sound.first - shot.received)
+        if sound.seconds:
+            self._real_time_factor.note((ended - shot.submitted) / sound.seconds)
 
     def _note_times(self, choice: Choice) -> None:
         received = choice.request.received
@@ -282,13 +348,9 @@ class Metrics:
 
 
 def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
-    """The paths that generate or pool. Requests to other paths are not counted."""
+    """The paths that generate, pool or hear. Requests to other paths are not counted."""
     documents = ((route, getattr(getattr(route, "endpoint", None), "document", None)) for route in routes)
-    return [
-        route.path
-        for route, found in documents
-        if isinstance(route, Route) and found and (found.generating or found.pools)
-    ]
+    return [route.path for route, found in documents if isinstance(route, Route) and found and found.computes]
 
 
 def metrics_route(metrics: Metrics) -> Route:
@@ -298,7 +360,10 @@ def metrics_route(metrics: Metrics) -> Route:
         server = call.server
         engine = server.engine
         others = [ModelState(other.model_name, other.engine.status, other.engine.silence) for other in server.others]
-        text = metrics.exposition(engine.status, engine.silence, engine.draining, server.processes, others)
+        server.accounts.write()
+        rows = await asyncio.to_thread(server.accounts.ledger.largest, MOST_SHOWN) if server.keys.users else []
+        uses = key_families(rows) if server.keys.users else ()
+        text = metrics.exposition(engine.status, engine.silence, engine.draining, server.processes, others, uses)
         return Response(text, media_type=CONTENT_TYPE)
 
     return endpoint("/metrics", show, render_error, ("GET",), Document("Prometheus metrics of all replicas", "health"))

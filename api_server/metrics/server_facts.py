@@ -54,8 +54,11 @@ def scheduler_facts(status: Status | None, silence: float, draining: bool) -> li
     lasting += _adapter_gauges(status)
     running = GaugeMetricFamily("tokenyard_requests_running", "Sequences in the batches", value=status.running)
     waiting = GaugeMetricFamily("tokenyard_requests_waiting", "Sequences that wait for room", value=status.waiting)
+    backlog = GaugeMetricFamily(
+        "tokenyard_backlog_seconds", "Measured time of the prompts and requests that wait", value=status.backlog_seconds
+    )
     block = GaugeMetricFamily("tokenyard_kv_block_size", "Tokens in one KV block", value=status.block_size)
-    return [*lasting, running, waiting, block, _worker_ages(status, 0.0), *_worker_gauges(status)]
+    return [*lasting, running, waiting, backlog, block, _worker_ages(status, 0.0), *_worker_gauges(status)]
 
 
 def process_facts(processes: Mapping[str, ProcessState]) -> Iterator[Metric]:
@@ -111,13 +114,17 @@ def _worker_counters(status: Status) -> Iterator[Metric]:
     starts = CounterMetricFamily("tokenyard_worker_starts", "Times the worker's slot was started", labels=labels)
     drafted = CounterMetricFamily("tokenyard_worker_draft_tokens", "Tokens that were guessed", labels=labels)
     accepted = CounterMetricFamily("tokenyard_worker_accepted_tokens", "Tokens that were guessed right", labels=labels)
+    placed = CounterMetricFamily("tokenyard_worker_placed_tokens", "Tokens of sequences placed here", labels=labels)
+    saved = CounterMetricFamily("tokenyard_worker_saved_tokens", "Those of them that were cached", labels=labels)
     for worker in status.workers:
         names = [worker.device, str(worker.index)]
+        placed.add_metric(names, worker.placed_tokens)
+        saved.add_metric(names, worker.saved_tokens)
         steps.add_metric(names, worker.steps)
         starts.add_metric(names, worker.epoch % EPOCHS_OF_A_SUPERVISOR)
         drafted.add_metric(names, worker.drafted)
         accepted.add_metric(names, worker.accepted)
-    yield from (steps, starts, drafted, accepted)
+    yield from (steps, starts, drafted, accepted, placed, saved)
     yield from _guess_counters(status)
 
 

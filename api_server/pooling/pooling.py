@@ -5,24 +5,25 @@ Knows contexts, limits of the model, metrics and time; knows neither text nor di
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from api_server import access_log
+from api_server.answers.observer import receiving
 from api_server.answers.one_shot import OneShot
 from api_server.engine import scheduling
 from api_server.engine.model_facts import ModelFacts
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.pooling.reading import Item, Reading, read_texts
+from api_server.pooling.reading import Item, Reading, read_texts, route_of
+from api_server.pooling.report import Report
 from api_server.state import ServerState
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK
 from api_server.text.text_batches import TextBatch
 from api_server.web.endpoint import Call
-from interfaces import PooledValues, PoolingContext, PoolingTask, RequestID
+from interfaces import AdapterStatus, PooledValues, PoolingContext, PoolingTask, RequestID
 
 # Most numbers of one answer with values of each token: 128 MB as float32, and about three times that as JSON.
 MOST_NUMBERS = 1 << 25
@@ -36,6 +37,8 @@ class Ask:
     dimensions: int | None = None
     normalize: bool = True
     activate: bool = True
+    # The kind of its texts, where the model has modules for each kind.
+    route: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,21 @@ class Pooled:
 
 async def pool_texts(call: Call, items: Sequence[Item], reading: Reading, ask: Ask) -> Pooled:
     """Tokenizes texts and has the model compute them. Raises RequestFailed."""
-    begin(call, ask)
-    return await pool(call, await read_texts(call.server, items, reading), ask)
+    with begin(call, ask):
+        batch = await read_texts(call.server, items, reading)
+    return await pool(call, batch, replace(ask, route=route_of(call.server, reading)))
 
 
-def begin(call: Call, ask: Ask) -> None:
-    """Must be called before the texts are tokenized. Raises RequestFailed for what the served model cannot do."""
-    server = call.server
-    server.check_family(True)
-    for observer in server.observers:
-        observer.received(call.path)
+@contextmanager
+def begin(call: Call, ask: Ask) -> Iterator[None]:
+    """The texts must be tokenized within it. Raises RequestFailed for what the served model cannot do."""
+    call.server.check_family(True)
+    with receiving(call.server.observers, call.path):
+        _check_task(call.server, ask)
+        yield
+
+
+def _check_task(server: ServerState, ask: Ask) -> None:
     facts = server.engine.model
     if facts.tasks and ask.task not in facts.tasks:
         raise other_task(server, ask.task)
@@ -82,6 +90,8 @@ async def pool(call: Call, batch: TextBatch, ask: Ask) -> Pooled:
     """Has the model compute texts. Raises RequestFailed; the work ends when the client leaves."""
     server = call.server
     _check_size(server.engine.model, len(batch.tokens), ask)
+    adapter = _adapter(call)
+    model = server.model_name if adapter is None else adapter.name
     context = PoolingContext(
         tokens=batch.tokens,
         lengths=batch.lengths,
@@ -92,25 +102,33 @@ async def pool(call: Call, batch: TextBatch, ask: Ask) -> Pooled:
         activate=ask.activate,
         request_id=RequestID(call.request_id),
         model_name=server.model_name,
+        route=ask.route,
+        adapter="" if adapter is None else adapter.name,
+        adapter_digest="" if adapter is None else adapter.digest,
     )
-    shot = OneShot(call.path, call.received, len(batch.lengths), len(batch.tokens))
-    if (entry := access_log.current.get()) is not None:
-        entry.shots.append(shot)
-    for observer in server.observers:
-        observer.texts_submitted(shot)
+    shot = OneShot(call.path, call.received, len(batch.lengths), len(batch.tokens), call.caller.name, model)
+    report = Report(server, shot)
     try:
         values = await server.engine.pool(context, scheduling.current.get())
     except RequestFailed:
         raise  # the endpoint records it
     except BaseException:
-        for observer in server.observers:
-            observer.texts_abandoned(shot)
+        report.left()
         raise
-    shot.ended = time.monotonic()
-    server.retry_after.served()
-    for observer in server.observers:
-        observer.texts_pooled(shot)
+    report.finished()
     return Pooled(values, batch)
+
+
+def _adapter(call: Call) -> AdapterStatus | None:
+    """The adapter that the body's `model` names. Raises RequestFailed(MODEL_NOT_FOUND) if it has gone meanwhile."""
+    named = call.form.model_in(call.json)
+    name = call.server.check_model(named) if isinstance(named, str) else None
+    return None if name is None else call.server.adapters[name]
+
+
+def name_of_model(call: Call) -> str:
+    """The name of the model, or of its adapter, that an answer comes from."""
+    return call.server.adapter_of(call.form.model_in(call.json)) or call.server.model_name
 
 
 def _check_size(facts: ModelFacts, tokens: int, ask: Ask) -> None:

@@ -63,9 +63,11 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
     bounds = _bounds(server, reading, most)
     prompt = model.prompt(reading.prompt_name, "prompt_name") if reading.prompted else ""
     batches = server.batch_tokenizer
+    if model.files.is_static(route_of(server, reading)):
+        bounds = replace(bounds, add_special_tokens=False)
     left_out = 0
     if prompt and not model.files.includes_prompt:
-        left_out = batches.prompt_length(prompt, reading.add_special_tokens)
+        left_out = batches.prompt_length(prompt, bounds.add_special_tokens)
         if left_out >= bounds.limit:
             limits = f"the prompt alone has {left_out} tokens, and a text may have {bounds.limit} with it"
             raise invalid(f"{reading.field}: {limits}: allow more tokens, or name another prompt", reading.field)
@@ -128,6 +130,11 @@ async def read_pairs(
         parts.append(job() if few else await server.tokenizer.in_thread(job))
         check_total(sum(len(part.tokens) for part in parts), reading.field)
     return TextBatch.joined(parts)
+
+
+def route_of(server: ServerState, reading: Reading) -> str:
+    """The kind of a request's texts, where the served model has modules for each kind; empty for the usual ones."""
+    return _model(server).files.route(reading.prompt_name) if reading.prompted else ""
 
 
 def _ids(server: ServerState, ids: Sequence[list[int]], bounds: Bounds) -> TextBatch:

@@ -1,6 +1,6 @@
-"""Puts images and videos into prompts: the tokens that stand for each, and the places where they lie.
+"""Puts images, videos and sounds into prompts: the tokens that stand for each, and the places where they lie.
 
-Knows the texts and tokens that the model's image processor writes; knows no template and no pixel.
+Knows the texts and tokens that the model's processor writes; knows no template and no pixel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PlacedImage:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of one prompt, in order; none for a text to a model with eyes."""
+    """The images, or the sounds, of one prompt, in order; none for a text to a model with eyes or ears."""
 
     vision: Vision
     images: Sequence[ProcessedImage] = ()
@@ -126,8 +126,8 @@ class Pictures:
         if len(places) != sum(lengths):
             name = self.vision.token if token == self.vision.token_id else self.vision.video_token
             raise invalid(
-                f"{self.field} has {len(places)} tokens for the features of images, and its {len(images)} images "
-                f"give {sum(lengths)}: leave the text {name} out of it",
+                f"{self.field} has {len(places)} tokens for the features of {self._what}, and its {len(images)} "
+                f"{self._what} give {sum(lengths)}: leave the text {name} out of it",
                 self.field,
             )
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
@@ -135,6 +135,10 @@ class Pictures:
             PlacedImage(int(places[end - length]), int(places[end - 1]) + 1, image)
             for end, length, image in zip(ends, lengths, images, strict=True)
         ]
+
+    @property
+    def _what(self) -> str:
+        return "sounds" if self.vision.is_sound else "images"
 
     def _by_placeholder(self) -> dict[str, list[ProcessedImage]]:
         """Images, and videos if there are any, by the text that stands for each."""
@@ -152,7 +156,7 @@ class Pictures:
         for placeholder, images in self._by_placeholder().items():
             count = count_of(placeholder)
             if count != len(images):
-                what = "videos" if images and images[0].is_clip else "images"
+                what = "videos" if images and images[0].is_clip else self._what
                 raise invalid(
                     f"{self.field} has {count} places for {what} ({placeholder}) and the request has {len(images)} "
                     f"{what}: give one place for each",

@@ -7,8 +7,10 @@ from functools import cached_property
 from typing import Self
 
 from api_server.errors import invalid
+from shared.pixel_files import PixelFiles
 from shared.pooling_files import PoolingFiles, pooling_modes, task_of
 from shared.settings import Settings
+from shared.speech_files import SpeechFiles
 
 # What a server with each task does, in words.
 IN_WORDS = {
@@ -19,16 +21,23 @@ IN_WORDS = {
     "rerank": "scores documents for a query",
     "classify": "classifies texts",
     "classify_tokens": "classifies tokens",
+    "speak": "speaks texts",
+    "paint": "paints images",
+    "transcribe": "transcribes speech",
 }
 
 # A route of each task, for errors.
 ROUTES_OF_TASK = {
+    "generate": "/v1/chat/completions",
     "embed": "/v1/embeddings",
     "embed_tokens": "/pooling",
     "sparse": "/embed_sparse",
     "rerank": "/v1/rerank",
     "classify": "/classify",
     "classify_tokens": "/pooling",
+    "speak": "/v1/audio/speech",
+    "paint": "/v1/images/generations",
+    "transcribe": "/v1/audio/transcriptions",
 }
 
 
@@ -38,6 +47,10 @@ class PooledModel:
 
     task: str
     files: PoolingFiles
+    # How texts are read and which voices there are; None for a model that does not speak.
+    speech: SpeechFiles | None = None
+    # Sizes and steps of images; None for a model that does not paint.
+    pixels: PixelFiles | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
@@ -50,7 +63,8 @@ class PooledModel:
         files = PoolingFiles.read(settings.model)
         # Broken rules of late interaction end the start, and not requests.
         _ = files.late_interaction
-        return cls(task, files)
+        speech = SpeechFiles.read(settings.model) if task == "speak" else None
+        return cls(task, files, speech, PixelFiles.read(settings.model) if task == "paint" else None)
 
     @property
     def pooling(self) -> str:

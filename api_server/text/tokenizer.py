@@ -213,21 +213,22 @@ class Tokenizer:
             self._jobs -= 1
 
     async def pictures(self, request: TextGenerationRequest) -> Pictures | None:
-        """The images of a request. None for a model without eyes. Raises RequestFailed."""
+        """The images, or the sounds, of a request. None for a model without eyes and ears. Raises RequestFailed."""
         field = "messages" if request.messages else "prompt"
         images = self.images()
         if images is not None and request.prompt_embeddings is None:
             try:
                 vision = await images.vision()
             except RequestFailed:
-                if request.images or request.videos:
+                if request.images or request.videos or request.sounds:
                     raise
-                return None  # a text needs no image processor
+                return None  # a text needs no processor of media
             processed = await images.processed(request.images, request.image_wishes) if request.images else []
             processed += await images.processed_videos(request.videos, request.video_wishes) if request.videos else []
+            processed += await images.processed_sounds(request.sounds, request.sound_fields) if request.sounds else []
             return Pictures(vision, processed, field)
-        if request.images or request.videos:
-            what = "images" if request.images else "videos"
+        if request.images or request.videos or request.sounds:
+            what = "images" if request.images else "videos" if request.videos else "sounds"
             raise RequestFailed(ErrorKind.UNSUPPORTED, f"this model takes no {what}, only text", field=field)
         return None
 
@@ -242,7 +243,8 @@ class Tokenizer:
         known = self._image_forms.get(vision.mark)
         if known is None:
             video = (vision.video_placeholder, vision.video_mark)
-            known = template.image_form(self._tokenizer, (vision.placeholder, vision.mark), video)
+            image = (vision.placeholder, vision.mark)
+            known = template.image_form(self._tokenizer, image, video, "audio" if vision.is_sound else "image")
             self._image_forms[vision.mark] = known
         return known
 
@@ -259,7 +261,7 @@ class Tokenizer:
         if placed and request.truncate_prompt_to is not None and len(ids) > request.truncate_prompt_to:
             raise invalid(
                 f"the prompt has {len(ids)} tokens, more than the {request.truncate_prompt_to} that it is to be cut "
-                "to, and a prompt with images cannot be cut: send a shorter one",
+                "to, and a prompt with media cannot be cut: send a shorter one",
                 "truncate",
             )
         return Prompt(text, _truncated(ids, request), parts, placed, pictures.token_ids if placed else ())

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.web import page
 from api_server.web.endpoint import Call, Handler
 from shared.access_keys import AccessKeys, Caller
 from shared.addresses import is_loopback
@@ -21,7 +22,10 @@ from shared.settings import Settings
 
 # Paths for load balancers, orchestrators, Prometheus, and API documentation. They expose no secret.
 PUBLIC_PATHS = frozenset(
-    {"/health", "/ping", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"}
+    {
+        *("/health", "/ping", "/health_generate", "/ready", "/v2/health/live", "/v2/health/ready"),
+        *("/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"),
+    }
 )
 METRICS_PATH = "/metrics"
 
@@ -44,7 +48,8 @@ _OF_PROXIES_BEGIN = ("x-forwarded", "x-envoy-")
 
 def public_paths(settings: Settings) -> frozenset[str]:
     """The paths of this server that need no key, beside its front page."""
-    return PUBLIC_PATHS - {METRICS_PATH} if settings.private_metrics else PUBLIC_PATHS
+    always = PUBLIC_PATHS - {METRICS_PATH} if settings.private_metrics else PUBLIC_PATHS
+    return always | page.paths() if settings.ui else always
 
 
 def identify(keys: AccessKeys, public: frozenset[str], scope: Scope) -> Caller:
@@ -71,6 +76,11 @@ def operators_only(handler: Handler) -> Handler:
         return await handler(call)
 
     return guarded
+
+
+def is_operator(call: Call) -> bool:
+    """True for a caller whom the operator's routes serve."""
+    return call.caller.admin if call.server.keys.admins else _stranger(call) is None
 
 
 def _require_operator(call: Call) -> None:

@@ -7,6 +7,7 @@ traceback and rendered as INTERNAL). It knows no dialect and no model.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,23 +20,40 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from api_server.body.bodies import MAX_BODY_BYTES, Held
+from api_server.accounts.ledger import StreamName
+from api_server.body.bodies import Held
+from api_server.body.depth import DEEPEST, too_deep
 from api_server.engine import resume, scheduling
 from api_server.engine.resume import Resume
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
+from api_server.web.form import Form, read_form
+from api_server.web.read_body import MAX_DISCARDED_BYTES, ClientGone, read_body
+from api_server.web.watched_client import WatchedClient
 from shared.access_keys import Caller
 
 log = logging.getLogger("tokenyard")
 
 T = TypeVar("T")
 
-# Most levels of a body: code that writes parts of it again goes no deeper than 254.
-DEEPEST = 200
-# A body over the limit is read up to here and thrown away: a client that is still sending would not see the answer.
-_MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
+
+def _model_in(body: Mapping[str, Any]) -> object:
+    return body.get("model")
+
+
+@dataclass(frozen=True)
+class BodyForm:
+    """The form of a dialect's bodies, where it differs from that of most."""
+
+    # Returns the name of the model in a body, as the server knows it; None where the body names none.
+    model_in: Callable[[Mapping[str, Any]], object] = _model_in
+    # True where clients send JSON under the type of a form, which curl does by itself.
+    any_media_type: bool = False
+
+
+COMMON_FORM = BodyForm()
 
 
 @dataclass
@@ -54,10 +72,20 @@ class Call:
     size: int = 0
     # True when the body is small enough to be read on the event loop.
     light: bool = True
+    form: BodyForm = COMMON_FORM
+    # The fields of a multipart form, where the route takes one.
+    fields: Form = field(default_factory=Form)
+    # The stream that the request begins or takes up, where it can be taken up again.
+    stream: StreamName | None = None
 
     @property
     def path(self) -> str:
         return str(self.scope["path"])
+
+    @property
+    def route_path(self) -> str:
+        """The path with names in the place of its parameters: one for all models, as figures want it."""
+        return str(getattr(self.scope.get("route"), "path", self.path))
 
     @property
     def caller(self) -> Caller:
@@ -104,7 +132,7 @@ class Call:
             raise RequestFailed(ErrorKind.BAD_JSON, f"the request body is not valid JSON: {error}") from None
         if not isinstance(value, dict):
             raise RequestFailed(ErrorKind.BAD_JSON, f"the request body must be a JSON object, got {_kind(value)}")
-        if self.body.count(b"[") + self.body.count(b"{") > DEEPEST and _deeper(value, DEEPEST):
+        if too_deep(value, self.body):
             raise invalid(f"the request body is nested deeper than {DEEPEST} levels")
         return value
 
@@ -116,14 +144,28 @@ class Call:
         declared = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A form of any page can send a body without a type: no browser has checked that the page may send it.
         may_be_left_out = "origin" not in self.headers
-        if declared == "application/json" or declared.endswith("+json") or (may_be_left_out and not declared):
+        is_json = declared == "application/json" or declared.endswith("+json")
+        if is_json or (may_be_left_out and (not declared or self.form.any_media_type)):
             return
         what = f"Unsupported Media Type: the content type must be application/json, got {declared[:100]!r}"
         raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
 
-    def _read_scheduling(self, fields: Mapping[str, Any]) -> None:
+    async def read_form(self, most_files: int) -> None:
+        """Reads the body as a multipart form; the bytes are released then. Raises RequestFailed."""
+        try:
+            form = await read_form(self.headers, self.body, most_files)
+        finally:
+            self.body = b""
+        options = scheduling.of_texts(form.text)
+        self.fields = form.without(options)
+        self._schedule(options)
+
+    def _schedule(self, fields: Mapping[str, Any]) -> None:
         may_hurry = self.caller.admin or not self.server.keys.users
         scheduling.current.set(scheduling.options_of(self.headers, fields, self.caller, may_hurry))
+
+    def _read_scheduling(self, fields: Mapping[str, Any]) -> None:
+        self._schedule(fields)
         self.scope["state"]["resume"] = wanted = Resume.wanted(self.headers, self.request_id)
         resume.current.set(wanted)
 
@@ -142,17 +184,6 @@ def _kind(value: Any) -> str:
     return "a number"
 
 
-def _deeper(value: Any, levels: int) -> bool:
-    """True when lists and objects are nested deeper than `levels`."""
-    layer = [value]
-    for _ in range(levels):
-        inner = (part.values() if isinstance(part, dict) else part for part in layer)
-        layer = [item for part in inner for item in part if isinstance(item, dict | list)]
-        if not layer:
-            return False
-    return True
-
-
 # Raises RequestFailed with the error for the client. It is cancelled when the client goes away.
 Handler = Callable[[Call], Awaitable[Response]]
 
@@ -168,8 +199,9 @@ class Document:
     body: type[BaseModel] | None = None
     # The model of the answer; None for plain text or an empty answer.
     answer: type[BaseModel] | None = None
-    # One event of the answer when it is streamed.
+    # One event of the answer when it is streamed, and the media type of the stream.
     frame: type[BaseModel] | None = None
+    frame_type: str = "text/event-stream"
     # The answer is a list of `answer`.
     listed: bool = False
     # A body that works unchanged.
@@ -181,8 +213,23 @@ class Document:
     also: Sequence[Document] = ()
     # True when text is generated although no answer can be streamed (a streamed answer implies it).
     generates: bool = False
-    # True when vectors or scores of texts are computed.
+    # True when vectors or scores of texts are computed, or their sound.
     pools: bool = False
+    # True when the handler itself refuses a model of another task, in words of its own.
+    checks_task: bool = False
+    # Media types of an answer that is neither JSON nor text.
+    media_types: Sequence[str] = ()
+    # True when speech becomes text; the body is a form.
+    hears: bool = False
+    # Most files of a body that is a form although it is not about speech; 0: the body is JSON.
+    files: int = 0
+    # True when text becomes speech, by models that pool or generate.
+    speaks: bool = False
+
+    @property
+    def is_form(self) -> bool:
+        """True when the body is a form."""
+        return self.hears or self.files > 0
 
     @property
     def generating(self) -> bool:
@@ -190,9 +237,15 @@ class Document:
         return self.generates or self.frame is not None
 
     @property
+    def computes(self) -> bool:
+        """True when a model has to compute something."""
+        return self.generating or self.pools or self.hears
+
+    @property
     def family(self) -> bool | None:
         """The models that all documents of this path are for: True if they pool, False if they generate, else None."""
-        families = {found.pools for found in (self, *self.also) if found.pools or found.generating}
+        known = [found for found in (self, *self.also) if not found.hears]
+        families = {found.pools for found in known if found.pools or found.generating}
         return families.pop() if len(families) == 1 else None
 
 
@@ -202,40 +255,55 @@ def endpoint(
     render_error: ErrorRenderer,
     methods: Sequence[str] = ("POST",),
     document: Document | None = None,
+    form: BodyForm = COMMON_FORM,
 ) -> Route:
     """Makes a route for `app.py`; `document` is found again as `route.endpoint.document`."""
-    return Route(path, Endpoint(handler, render_error, document), methods=list(methods))
+    return Route(path, Endpoint(handler, render_error, document, form), methods=list(methods))
 
 
 class Endpoint:
     """The ASGI application of one route. `app.py` puts `server`, `request_id` and `caller` into `scope["state"]`."""
 
-    def __init__(self, handler: Handler, render_error: ErrorRenderer, document: Document | None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        render_error: ErrorRenderer,
+        document: Document | None,
+        form: BodyForm = COMMON_FORM,
+    ) -> None:
         self.document = document
         self._handler = handler
+        self._form = form
         self._family = document.family if document is not None else None
+        self._checks_family = self._family is not None and not (document is not None and document.checks_task)
+        self._hears = document is not None and document.hears
+        self._is_form = document is not None and document.is_form
+        self._most_files = max(1, document.files) if document is not None else 1
+        self._speaks = document is not None and document.speaks
         self.render_error = render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        generates = self.document is not None and (self.document.generating or self.document.pools)
-        call = Call(state["server"], scope, b"", state["request_id"], generates=generates)
-        with call.server.bodies.hold() as held:
+        generates = self.document is not None and self.document.computes
+        call = Call(state["server"], scope, b"", state["request_id"], generates=generates, form=self._form)
+        with call.server.bodies.hold(counts_values=not self._is_form) as held:
             await self._answer(call, held, receive, send)
 
     async def _answer(self, call: Call, held: Held, receive: Receive, send: Send) -> None:
         failure: RequestFailed | None = None
         try:
-            call.body = await _read_body(receive, held)
+            call.body = await read_body(receive, held)
             await held.weigh(call.body)
             call.size = len(call.body)
             call.light = held.light
+            if call.generates:
+                call.stream = await _stream_of(call)
         except RequestFailed as error:
             failure = error
             call.body = b""
         except ClientGone:
             return
-        client = _Client(receive, send)
+        client = WatchedClient(receive, send)
         # Not an attribute of the client: a cancelled task keeps its frames, which would keep the task.
         watcher = asyncio.create_task(client.watch())
         try:
@@ -251,11 +319,21 @@ class Endpoint:
 
     async def _respond(self, call: Call) -> Response:
         try:
-            if call.server.others:
+            if self._hears:
+                call.server.that_hears(None)
+            elif call.server.others and not self._is_form:
                 await self._choose_model(call)
-            if self._family is not None:
-                call.server.check_family(self._family)
-            if not call.light:
+            if call.generates:
+                call.scope["state"]["headers"], refusal = call.server.accounts.admit(call.caller, call.stream)
+                if refusal is not None:
+                    raise refusal
+            if self._is_form:
+                # After the limits of keys: parsing takes long.
+                await call.read_form(self._most_files)
+                call.server = self._that_reads(call.server, call.fields.text("model"))
+            if self._checks_family:
+                call.server.check_family(bool(self._family))
+            if not call.light and not self._is_form:
                 await call.apart(lambda: call.parsed)
                 # SchedulingOptions belong to this task, not to the thread in which a handler may have the body read.
                 _ = call.generates and call.json
@@ -266,21 +344,31 @@ class Endpoint:
             log.exception("request %s on %s failed by an error of ours", call.request_id, call.path)
             return self._fail(internal_error(call.request_id), call)
 
+    def _that_reads(self, server: ServerState, named: str | None) -> ServerState:
+        """The state of the model that a form is for. Raises RequestFailed."""
+        return server.that_hears(named) if self._hears else server.of_model(named, self._family)
+
     async def _choose_model(self, call: Call) -> None:
         """Makes `call.server` the state of the model that the request is for."""
         named = call.path_params.get("model")
         if named is None and call.size:
             parsed = await call.apart(lambda: call.parsed)
-            named = parsed.get("model") if isinstance(parsed, dict) else None
-        call.server = call.server.of_model(named, self._family)
+            named = self._form.model_in(parsed) if isinstance(parsed, dict) else None
+        server = call.server
+        call.server = server.that_speaks(named) if self._speaks else server.of_model(named, self._family)
 
     def _fail(self, error: RequestFailed, call: Call) -> Response:
-        call.server.record_failure(call.path, error)
+        call.server.record_failure(call.route_path, error)
         return self.render_error(error, call)
 
 
-class ClientGone(Exception):
-    """The connection ended before the request was complete."""
+async def _stream_of(call: Call) -> StreamName | None:
+    """The stream by its name and its body: another body under an old name is another request."""
+    given = call.headers.get(resume.HEADER, "").lower()
+    if given not in ("true", "end"):
+        return None
+    digest = await call.apart(lambda: hashlib.sha256(call.body).hexdigest())
+    return StreamName(f"{call.request_id} {digest}", again=given == "end" or "last-event-id" in call.headers)
 
 
 def internal_error(request_id: str) -> RequestFailed:
@@ -300,64 +388,7 @@ async def discard_body(scope: Scope, receive: Receive) -> None:
         return
     size = 0
     more = True
-    while more and size <= _MAX_DISCARDED_BYTES:
+    while more and size <= MAX_DISCARDED_BYTES:
         message = await receive()
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
-
-
-async def _read_body(receive: Receive, held: Held) -> bytearray:
-    body = bytearray()
-    refused = None
-    size = 0
-    more = True
-    while more and size <= _MAX_DISCARDED_BYTES:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        more = message.get("more_body", False)
-        size += len(chunk)
-        if refused is None:
-            refused = _taken(body, chunk, held)
-    if refused is not None:
-        raise refused
-    return body
-
-
-def _taken(body: bytearray, chunk: bytes, held: Held) -> RequestFailed | None:
-    """Adds a chunk to the body. Returns the reason to keep no more of the body, or None."""
-    if len(body) + len(chunk) > MAX_BODY_BYTES:
-        body.clear()
-        return RequestFailed(ErrorKind.BODY_TOO_LARGE, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        held.add(chunk)
-    except RequestFailed as error:
-        body.clear()
-        return error
-    body += chunk
-    return None
-
-
-class _Client:
-    """Cancels the current task when the client closes the connection before the whole response has been sent."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task = task
-        self.gone = False
-        self._complete = False
-        self._receive = receive
-        self._send = send
-
-    def send(self, message: Message) -> Awaitable[None]:
-        self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-        return self._send(message)
-
-    async def watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self._complete:
-            self.gone = True
-            self.task.cancel()

@@ -33,7 +33,7 @@ _CONVERTOR = re.compile(r":\w+}")
 _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {529: "Overloaded"}
 
 JSON = "application/json"
-EVENT_STREAM = "text/event-stream"
+FORM = "multipart/form-data"
 
 Model = type[BaseModel]
 
@@ -59,15 +59,23 @@ class _Schemas:
     references: dict[tuple[Model, JsonSchemaMode], dict[str, Any]] = field(default_factory=dict)
 
 
-def routes(described: Sequence[BaseRoute], version: str, pools: bool) -> list[BaseRoute]:
+def routes(
+    described: Sequence[BaseRoute],
+    version: str,
+    pools: bool,
+    hears: bool = False,
+    speaks: bool = False,
+    listens: bool = False,
+) -> list[BaseRoute]:
     """GET /openapi.json (on TGI's servers also /api-doc/openapi.json) and GET /docs, for these routes.
 
-    Routes that the served model cannot answer, because it pools or because it generates, are left out.
+    Routes that the served model cannot answer, because it pools, hears, speaks or generates, are left out.
     """
 
     @cache
     def encoded() -> bytes:
-        return json.dumps(document(described, version, pools)).encode()  # orjson refuses bounds above 64 bits
+        found = document(described, version, pools, hears, speaks, listens)
+        return json.dumps(found).encode()  # orjson refuses bounds above 64 bits
 
     async def openapi(_: Request) -> Response:
         return Response(encoded(), media_type=JSON)
@@ -78,12 +86,20 @@ def routes(described: Sequence[BaseRoute], version: str, pools: bool) -> list[Ba
     return [Route("/openapi.json", openapi), Route("/api-doc/openapi.json", openapi), Route("/docs", docs)]
 
 
-def document(described: Iterable[BaseRoute], version: str, pools: bool = False) -> dict[str, Any]:
-    """The OpenAPI document of the routes that have a `Document` and that a model which `pools`, or generates, answers.
+def document(
+    described: Iterable[BaseRoute],
+    version: str,
+    pools: bool = False,
+    hears: bool = False,
+    speaks: bool = False,
+    listens: bool = False,
+) -> dict[str, Any]:
+    """The OpenAPI document of the routes that have a `Document` and that a model which `pools`, `hears` or generates
+    answers; one that generates may have speech tokens, and `speaks` then, or ears, and `listens`.
 
     Several dialects on one path and method become one operation with a choice of bodies.
     """
-    ordered = list(_operations(described, pools))
+    ordered = list(_operations(described, pools, hears, speaks, listens))
     schemas = {dialect: _schemas(dialect, ordered) for dialect in dict.fromkeys(o.dialect for o in ordered)}
     paths: dict[str, dict[str, Any]] = {}
     by_route = sorted(ordered, key=lambda o: (o.path, o.method))
@@ -99,14 +115,17 @@ def document(described: Iterable[BaseRoute], version: str, pools: bool = False) 
     }
 
 
-def _operations(described: Iterable[BaseRoute], pools: bool) -> Iterator[_Operation]:
+def _operations(
+    described: Iterable[BaseRoute], pools: bool, hears: bool, speaks: bool, listens: bool
+) -> Iterator[_Operation]:
     for route in described:
         first = getattr(getattr(route, "endpoint", None), "document", None)
         if not isinstance(route, Route) or not isinstance(first, Document):
             continue
         for method in sorted((route.methods or set()) - {"HEAD"}):
             for one in (first, *first.also):
-                if one.pools != pools and (one.pools or one.generating):
+                fits = (one.pools, one.hears) == (pools, hears)
+                if one.computes and not (fits or (one.speaks and speaks) or (one.hears and listens)):
                     continue
                 yield _Operation(method, _CONVERTOR.sub("}", route.path), one)
 
@@ -149,7 +168,7 @@ def _operation(operation: _Operation, schemas: _Schemas) -> dict[str, Any]:
         content: dict[str, Any] = {"schema": schemas.references[source.body, "validation"]}
         if source.example is not None:
             content["examples"] = {source.tag: {"value": source.example}}
-        described["requestBody"] = {"required": True, "content": {JSON: content}}
+        described["requestBody"] = {"required": True, "content": {FORM if source.is_form else JSON: content}}
     return described
 
 
@@ -158,8 +177,9 @@ def _responses(source: Document, schemas: _Schemas) -> dict[str, Any]:
     if source.answer:
         reference = schemas.references[source.answer, "serialization"]
         content[JSON] = {"schema": {"type": "array", "items": reference} if source.listed else reference}
+    content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in source.media_types}
     if source.frame:
-        content[EVENT_STREAM] = {"schema": schemas.references[source.frame, "serialization"]}
+        content[source.frame_type] = {"schema": schemas.references[source.frame, "serialization"]}
     answers: dict[str, Any] = {"200": {"description": "OK"} | ({"content": content} if content else {})}
     for status, model in source.errors.items():
         body = {JSON: {"schema": schemas.references[model, "serialization"]}}

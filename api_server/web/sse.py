@@ -1,6 +1,7 @@
 """Server-sent events: frames, a comment during silence, and an end that is always noticed.
 
-Knows the event-stream format and ASGI's send; knows no dialect.
+Knows the event-stream format and ASGI's send; knows no dialect. A dialect whose streams have another form gives its
+media type, and what is written during silence.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ log = logging.getLogger("tokenyard")
 
 KEEP_ALIVE_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
+_MEDIA_TYPE = "text/event-stream"
+
+
+def _comment() -> bytes:
+    return b":\n\n"
 
 
 def frame(value: Any) -> bytes:
@@ -51,15 +57,17 @@ class EventStream(Response):
     The status is 200 already when something fails, so the failure becomes one last event, `error_frame(error)`.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         frames: AsyncIterator[bytes],
         close: Callable[[], None],
         error_frame: Callable[[RequestFailed], bytes],
+        media_type: str = _MEDIA_TYPE,
+        keep_alive: Callable[[], bytes] = _comment,
     ) -> None:
         self.status_code = 200
+        self.media_type = media_type
+        self._keep_alive = keep_alive
         self.background = None
         self.body = b""
         self._frames = frames
@@ -69,7 +77,7 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pulse = _Pulse(send)
+        pulse = _Pulse(send, self._keep_alive)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pulse.start()
@@ -106,8 +114,9 @@ class _Pulse:
     One timer per stream looks at the clock, instead of one timer per frame.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, keep_alive: Callable[[], bytes]) -> None:
         self._send = send
+        self._keep_alive = keep_alive
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._sending = False
@@ -140,4 +149,4 @@ class _Pulse:
 
     async def _comment(self) -> None:
         with contextlib.suppress(OSError):
-            await self.send(b":\n\n")
+            await self.send(self._keep_alive())

@@ -11,9 +11,9 @@ import tarfile
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.client import Form
 from benchmarks.peers.peer import PIP, SERVED_NAME, Peer, PeerError, Start, run
 from benchmarks.standard_work import Needs
+from deploy.bench.client import Form
 
 BINARY = "TOKENYARD_BENCH_LLAMA_SERVER"
 JOBS = "TOKENYARD_BENCH_JOBS"

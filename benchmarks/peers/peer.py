@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.client import Form
 from benchmarks.standard_work import Needs
+from deploy.bench.client import Form
 
 PIP = (sys.executable, "-m", "pip")
 TORCH = "torch==2.13.0"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.client import Form
 from benchmarks.peers.peer import OFFLINE, TORCH, Peer, Start
 from benchmarks.standard_work import Needs
+from deploy.bench.client import Form
 
 BLOCK = 32
 BATCH_TOKENS = 512

@@ -11,17 +11,14 @@ from. Does not know pictures and questions.
 import argparse
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
@@ -34,6 +31,7 @@ from demo_model.eyes.model import TOKENS, new_model, pixels, save
 from demo_model.eyes.model_card import MODEL_CARD, write_pictures_section
 from demo_model.eyes.pictures import Picture, draw
 from demo_model.eyes.vectors import NOISE, Vectors
+from demo_model.run import Interruption, move, progress_bar, rate
 from demo_model.train_tokenizer import IMAGE_TOKEN, TOKENIZER_FILES, load_tokenizer
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
@@ -77,13 +75,6 @@ class Options:
     start_from: Path | None = None
 
 
-def rate(progress: float) -> float:
-    """Share of the full learning rate: a short warm-up, a plateau, then down to zero in a straight line."""
-    if progress < WARM_UP:
-        return (progress + 1e-3) / (WARM_UP + 1e-3)
-    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
-
-
 def optimizers(model: LlavaForConditionalGeneration) -> dict[torch.optim.Optimizer, float]:
     """Muon for the matrices of the tower and the projector, AdamW for the rest of them, each with its full rate."""
     whole: Any = model
@@ -119,7 +110,7 @@ class Training:
         self._console = console
         self._random = random.Random(options.seed)
         self._conversations = Conversations(self.tokenizer, self._random)
-        self.was_stopped = False
+        self._interruption = Interruption()
         self._saved = time.monotonic()
 
     @property
@@ -128,29 +119,26 @@ class Training:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def run(self) -> None:
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         tuning: dict[torch.optim.Optimizer, float] = {
             torch.optim.Adam(self._vectors.parameters(), betas=(0.9, 0.98)): TUNED_RATE
         }
-        self._stage("say", self._options.conversations, ASKED_AT_ONCE, tuning, self._say)
-        self._stage("see", self._options.pictures, SEEN_AT_ONCE, optimizers(self.model), self._see)
-        self._checkpoint()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with self._interruption:
+            self._stage("say", self._options.conversations, ASKED_AT_ONCE, tuning, self._say)
+            self._stage("see", self._options.pictures, SEEN_AT_ONCE, optimizers(self.model), self._see)
+            self._checkpoint()
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._interruption.was_asked_for
 
     def _stage(self, what: str, total: int, size: int, rates: dict[torch.optim.Optimizer, float], step: Step) -> None:
         learning = [p for optimizer in rates for group in optimizer.param_groups for p in group["params"]]
-        with self._bar() as bar:
+        with progress_bar(self._console) as bar:
             task = bar.add_task(what, total=total, note="")
             for done in self._until_stopped(total, size):
                 loss, right = step(size)
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(learning, 1.0)
-                for optimizer, full in rates.items():
-                    for group in optimizer.param_groups:
-                        group["lr"] = full * self._full * rate(done / total)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
+                move(learning, rates, self._full * rate(done / total, WARM_UP, DECAY_FROM))
                 note = f"loss {loss.item():.3f}, {right:.1%} right"
                 bar.update(task, completed=done + size, note=note)
                 if done // size % 50 == 0:
@@ -190,24 +178,11 @@ class Training:
                 return
             yield done
 
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        self.was_stopped = True
-
     def _checkpoint(self) -> None:
         self._saved = time.monotonic()
         self._options.output.mkdir(parents=True, exist_ok=True)
         states = {"model": self.model.state_dict(), "vectors": self._vectors.state_dict()}
         torch.save(states, self._options.output / CHECKPOINT)
-
-    def _bar(self) -> Progress:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        return Progress(*columns, console=self._console)
 
 
 def parsed_options() -> Options:

@@ -7,9 +7,10 @@ ids and options; knows neither models nor text.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,16 @@ from numpy.typing import NDArray
 from interfaces.base.request_id import RequestID
 from interfaces.wire.codec import I8, I32
 from interfaces.wire.equality import EqualByValue
+from interfaces.wire.shared_memory import Segments
 
 
 class PoolingTask(enum.StrEnum):
     """What is made of each text.
 
     EMBED: one vector. EMBED_TOKENS: one vector for each token. SPARSE: pairs (token id, weight). CLASSIFY: one number
-    for each label. CLASSIFY_TOKENS: one number for each label and token.
+    for each label. CLASSIFY_TOKENS: one number for each label and token. SPEAK: its sound, one number for each sample
+    (`SynthesisContext`). PAINT: an image, one row of numbers for each line of pixels (`PaintingContext`).
+    DECODE_SPEECH: the sound of speech tokens, one number for each sample (`CodecContext`).
     """
 
     EMBED = "embed"
@@ -31,6 +35,9 @@ class PoolingTask(enum.StrEnum):
     SPARSE = "sparse"
     CLASSIFY = "classify"
     CLASSIFY_TOKENS = "classify_tokens"
+    SPEAK = "speak"
+    PAINT = "paint"
+    DECODE_SPEECH = "decode_speech"
 
 
 class TokenMark(enum.IntEnum):
@@ -53,10 +60,17 @@ class PoolingContext(EqualByValue):
     tell the two halves of a pair apart, for models that want it; a negative one is a TokenMark. `dimensions`: a vector
     is cut to so many numbers.
     `normalize`: vectors get the length 1, after the cut. `activate`: labels get probabilities instead of logits.
+    `route`: the kind of the texts ("query"), where a model has modules for each kind; empty for the usual ones.
+    `adapter` and `adapter_digest` are the name and the content of a LoRA adapter, empty for the model itself;
+    `adapter_handle` is what workers call it, which the scheduler fills in.
     ValueError when the values contradict each other, also after a journey over the wire.
     """
 
     wire_tag: ClassVar[str] = "pooling"
+    # What one of them is called in logs.
+    noun: ClassVar[str] = "text"
+    # The most that a batch may cost before it has more time than others, where no batch was computed before it.
+    usual_cost: ClassVar[float] = math.inf
 
     tokens: I32
     lengths: I32
@@ -67,6 +81,10 @@ class PoolingContext(EqualByValue):
     activate: bool = True
     request_id: RequestID = field(default_factory=RequestID)
     model_name: str = ""
+    route: str = ""
+    adapter: str = ""
+    adapter_digest: str = ""
+    adapter_handle: int = 0
 
     def __post_init__(self) -> None:
         self.task = PoolingTask(self.task)
@@ -112,7 +130,26 @@ class PoolingContext(EqualByValue):
     @property
     def options(self) -> tuple[object, ...]:
         """Everything but the texts. Texts of contexts with equal options may be computed together."""
-        return self.task, self.dimensions, self.normalize, self.activate, self.token_types is not None
+        has_types = self.token_types is not None
+        return self.task, self.dimensions, self.normalize, self.activate, self.route, has_types, self.adapter_handle
+
+    @property
+    def costs(self) -> NDArray[np.int64]:
+        """What the texts before each text weigh in limits and fair shares, and what all do: their tokens,
+        i64[texts + 1]."""
+        return self.offsets
+
+    @property
+    def token_cost(self) -> float:
+        """The computation of a token, beside that of a usual one of its task."""
+        return 1.0
+
+    def share_arrays(self, segments: Segments) -> None:
+        """Put large arrays into shared memory, until `unshare_arrays`. The token ids of thousands of texts fit a
+        message, so only classes with other arrays have any."""
+
+    def unshare_arrays(self, segments: Segments) -> None:
+        """Make the arrays this process's own again."""
 
     def texts(self) -> list[NDArray[np.int32]]:
         """Return the token ids of each text: views."""
@@ -123,7 +160,13 @@ class PoolingContext(EqualByValue):
         offsets = self.offsets
         inside = slice(int(offsets[first]), int(offsets[end]))
         types = None if self.token_types is None else self.token_types[inside]
-        return replace(self, tokens=self.tokens[inside], lengths=self.lengths[first:end], token_types=types)
+        return replace(
+            self,
+            tokens=self.tokens[inside],
+            lengths=self.lengths[first:end],
+            token_types=types,
+            **self._further_columns(slice(first, end)),
+        )
 
     def select(self, indices: NDArray[np.integer]) -> Self:
         """Return a context of the texts at `indices`, which ascend."""
@@ -131,7 +174,13 @@ class PoolingContext(EqualByValue):
         chosen[indices] = True
         inside = np.repeat(chosen, self.lengths)
         types = None if self.token_types is None else self.token_types[inside]
-        return replace(self, tokens=self.tokens[inside], lengths=self.lengths[chosen], token_types=types)
+        return replace(
+            self,
+            tokens=self.tokens[inside],
+            lengths=self.lengths[chosen],
+            token_types=types,
+            **self._further_columns(chosen),
+        )
 
     @classmethod
     def joined(cls, contexts: Sequence[Self]) -> Self:
@@ -145,7 +194,17 @@ class PoolingContext(EqualByValue):
             tokens=np.concatenate([context.tokens for context in contexts]),
             lengths=np.concatenate([context.lengths for context in contexts]),
             token_types=np.concatenate(types) if types else None,
+            **cls._joined_columns(contexts),
         )
+
+    def _further_columns(self, chosen: slice | NDArray[np.bool_]) -> dict[str, Any]:
+        """Return the chosen entries of the columns of a class that has more of them."""
+        return {}
+
+    @classmethod
+    def _joined_columns(cls, contexts: Sequence[Self]) -> dict[str, Any]:
+        """Return the joined columns of a class that has more of them."""
+        return {}
 
 
 def _check_column(name: str, array: object, dtype: type[np.generic]) -> None:

@@ -83,13 +83,14 @@ class TextContext(IndexFace, EqualByValue):
     index_state: IndexState = field(default_factory=IndexState)
     progress: Progress = field(default_factory=Progress)
     draft_state: SpecDecodingState | None = None
-    # Whether the hidden states of all tokens are wanted, too.
+    # Whether the hidden states of tokens are wanted, too: those from index `hidden_from` on.
     hidden_states: bool = False
     # Vectors that stand for the embeddings of the prompt's tokens, one each; the tokens are then only placeholders.
     prompt_embeddings: F32Matrix | None = None
     # Name and content digest of the adapter; empty: the base model.
     adapter: str = ""
     adapter_digest: str = ""
+    hidden_from: int = 0
     matcher: Any = field(default=None, metadata={"wire": False}, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,11 +1,12 @@
 """Every message that crosses a process boundary.
 
 API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `AdapterOrder`,
-`WeightsOrder`, `Inquiry` one way, `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`,
-`AdapterAnswer`, `WeightsAnswer`, `InquiryAnswer` the other.
+`WeightsOrder`, `Inquiry`, `DecisionsInquiry` one way, `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`,
+`SessionAnswer`, `AdapterAnswer`, `WeightsAnswer`, `InquiryAnswer`, `DecisionsAnswer` the other.
 
-Scheduler <-> worker: `Step`, `Batch`, `LoadAdapter`, `DropAdapter`, `WeightsCommand`, `Retire` one way, `WorkerHello`,
-`StepResult`, `Ready`, `BatchResult`, `AdapterLoaded`, `AdapterFailed`, `WeightsReport`, `WorkerGoodbye` the other.
+Scheduler <-> worker: `Step`, `Batch`, `PixelStep`, `LoadAdapter`, `DropAdapter`, `WeightsCommand`, `Retire`, `Ping`,
+`Welcome`, `Refusal` one way, `WorkerHello`, `StepResult`, `Ready`, `BatchResult`, `PixelResult`, `AdapterLoaded`,
+`AdapterFailed`, `WeightsReport`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -26,8 +27,8 @@ from interfaces.messages.adapters import (
     LoadAdapter,
 )
 from interfaces.messages.api import (
+    LOWEST_PRIORITY,
     REGISTRATION_SIZE,
-    SESSION_MEDIA_BYTES,
     Action,
     Cancel,
     Detach,
@@ -40,15 +41,20 @@ from interfaces.messages.api import (
     OrderAnswer,
     Results,
     SchedulingOptions,
-    SessionAction,
-    SessionAnswer,
-    SessionMedium,
-    SessionOrder,
     Status,
     Submit,
     Unknown,
     Vectors,
     WorkerStatus,
+)
+from interfaces.messages.decisions import Decision, DecisionsAnswer, DecisionsInquiry, Stage
+from interfaces.messages.pixels import PixelJoin, PixelPreview, PixelResult, PixelStep
+from interfaces.messages.sessions import (
+    SESSION_MEDIA_BYTES,
+    SessionAction,
+    SessionAnswer,
+    SessionMedium,
+    SessionOrder,
 )
 from interfaces.messages.weights import (
     FIRST_VERSION,
@@ -71,16 +77,20 @@ from interfaces.messages.worker import (
     EPOCHS_OF_A_SUPERVISOR,
     GENERATE,
     NO_IMAGES,
+    UNREGISTERED,
     WHOLE_IMAGES,
     WHOLE_PROMPTS,
     Batch,
     BatchResult,
     Join,
+    Ping,
     Ready,
+    Refusal,
     Retire,
     RowGrammar,
     Step,
     StepResult,
+    Welcome,
     WorkerGoodbye,
     WorkerHello,
 )
@@ -91,9 +101,11 @@ __all__ = [
     "FIRST_VERSION",
     "GENERATE",
     "KV_CACHE",
+    "LOWEST_PRIORITY",
     "NO_IMAGES",
     "REGISTRATION_SIZE",
     "SESSION_MEDIA_BYTES",
+    "UNREGISTERED",
     "WEIGHTS",
     "WHOLE_IMAGES",
     "WHOLE_PROMPTS",
@@ -107,6 +119,9 @@ __all__ = [
     "Batch",
     "BatchResult",
     "Cancel",
+    "Decision",
+    "DecisionsAnswer",
+    "DecisionsInquiry",
     "Detach",
     "DropAdapter",
     "Finish",
@@ -120,7 +135,13 @@ __all__ = [
     "Message",
     "Order",
     "OrderAnswer",
+    "Ping",
+    "PixelJoin",
+    "PixelPreview",
+    "PixelResult",
+    "PixelStep",
     "Ready",
+    "Refusal",
     "Results",
     "Retire",
     "RowGrammar",
@@ -130,6 +151,7 @@ __all__ = [
     "SessionAnswer",
     "SessionMedium",
     "SessionOrder",
+    "Stage",
     "Status",
     "Step",
     "StepResult",
@@ -145,6 +167,7 @@ __all__ = [
     "WeightsStatus",
     "WeightsTask",
     "WeightsVersion",
+    "Welcome",
     "WorkerGoodbye",
     "WorkerHello",
     "WorkerStatus",
@@ -170,6 +193,8 @@ Message = (
     | WeightsOrder
     | WeightsAnswer
     | InquiryAnswer
+    | DecisionsInquiry
+    | DecisionsAnswer
     | WorkerHello
     | Step
     | StepResult
@@ -183,5 +208,8 @@ Message = (
     | WeightsCommand
     | WeightsReport
     | Retire
+    | Ping
+    | Welcome
+    | Refusal
     | WorkerGoodbye
 )

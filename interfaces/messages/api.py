@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from interfaces.context.codec_windows import CodecContext, CodecFacts
 from interfaces.context.media import SpeechContext
+from interfaces.context.painting import PaintingContext
 from interfaces.context.pooling import PoolingContext
+from interfaces.context.synthesis import SynthesisContext
 from interfaces.context.text import TextContext
 from interfaces.context.vision import TextAndVisionContext
 from interfaces.messages.adapters import AdapterStatus
@@ -37,15 +40,21 @@ class Hello:
     handles: I32 = field(default_factory=lambda: np.empty(0, np.int32))
 
 
+# A request of this priority, or of a lower one, runs while nothing else does.
+LOWEST_PRIORITY = -1000
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulingOptions:
     """The scheduling options of a request.
 
     `tenant` is whose share of the server it takes, and `weight` how large that share is beside others'. A higher
-    `priority` is admitted first. It fails when it is not on a worker after `queue_seconds`, or has not ended after
-    `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit with
-    the same name takes it over, from its first token. `deterministic`: its answer depends on no other request, and on
-    no replay, in any dtype.
+    `priority` is admitted first; one of the lowest runs while nothing else does. It fails when it is not on a worker
+    after `queue_seconds`, or has not ended after `total_seconds`. A stream that has a name in `resume` outlives its
+    replica and its client for a while: a Submit with the same name takes it over, from its first token.
+    `deterministic`: its answer depends on no other request, and on no replay, in any dtype. `trace_id` is for log
+    lines; empty: it belongs to no trace. `span_id` is the span of the HTTP request that it is part of; empty where that
+    is not recorded.
     """
 
     tenant: str = ""
@@ -55,10 +64,17 @@ class SchedulingOptions:
     total_seconds: float | None = None
     resume: str = ""
     deterministic: bool = False
+    trace_id: str = ""
+    span_id: str = ""
 
     def __post_init__(self) -> None:
         if self.weight < 1:
             raise ValueError(f"weight must be at least 1, got {self.weight}")
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it runs while nothing else does."""
+        return self.priority <= LOWEST_PRIORITY
 
 
 @message(2)
@@ -67,16 +83,25 @@ class Submit:
     """A request: its whole context.
 
     The generated tokens in it are those that the client has already, when a replica resubmits. `again` marks such a
-    resubmission: it has waited in the queue before, and is not refused for the queue's length.
+    resubmission, or the next part of an answer: it has waited in the queue before, and is not refused for its length.
 
     `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
     request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
 
-    A `PoolingContext` is a one-shot request: its answers are `Vectors`, and `Results` only when it fails or is ended.
+    A `PoolingContext` (a `SynthesisContext`, a `PaintingContext` and a `CodecContext` are ones, too) is a one-shot
+    request: its answers are `Vectors`, and `Results` only when it fails or is ended.
     """
 
     handle: int
-    context: TextContext | TextAndVisionContext | SpeechContext | PoolingContext
+    context: (
+        TextContext
+        | TextAndVisionContext
+        | SpeechContext
+        | PoolingContext
+        | SynthesisContext
+        | PaintingContext
+        | CodecContext
+    )
     scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     again: bool = False
 
@@ -163,7 +188,8 @@ class Vectors:
     """Values of texts of a one-shot request: those from index `first` on, by the indices of its `Submit`.
 
     The request has ended when the values of all its texts have come. `queued_us` is the time from its arrival to its
-    first batch, in microseconds. `number` counts as that of `Results`, together with it.
+    first batch, in microseconds. `number` counts as that of `Results`, together with it. With a `preview` above 0 the
+    values are that preview of an image that is not done, and the others are still to come.
     """
 
     incarnation: int
@@ -172,6 +198,7 @@ class Vectors:
     values: PooledValues
     queued_us: int = 0
     number: int = 0
+    preview: int = 0
 
 
 @message(14)
@@ -195,7 +222,7 @@ class WorkerStatus:
     `blocks_cached` are free but still hold a reusable prefix; `drafted`, `accepted`, `drafts` and `accepted_at` are
     the worker's own counts (`WorkerHello`), a second old at most, and so are those of images: `encoded` in
     `encode_ms`, and `image_hits`. `backend` describes in words what runs the model. `steps` counts batches of texts,
-    too.
+    too. Sequences of `placed_tokens` tokens were placed on it; `saved_tokens` of these were in its prefix cache.
     """
 
     device: str
@@ -216,6 +243,8 @@ class WorkerStatus:
     encode_ms: int = 0
     drafts: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    placed_tokens: int = 0
+    saved_tokens: int = 0
 
 
 @message(6)
@@ -255,6 +284,10 @@ class Status:
     # Whether an operator has paused generation.
     paused: bool = False
     weights: WeightsStatus = field(default_factory=lambda: WeightsStatus(0, FIRST_VERSION, "", [], False))
+    # Measured time of the work that waits, in seconds.
+    backlog_seconds: float = 0.0
+    # Of the codec of a model that generates speech tokens.
+    codec: CodecFacts | None = None
 
 
 class Action:
@@ -299,75 +332,6 @@ class OrderAnswer:
     number: int
     refused: str
     requests: int
-
-
-# Most bytes of the images and videos of one session's turns. A turn that would have more is refused before it runs.
-SESSION_MEDIA_BYTES = 64 << 20
-
-
-class SessionAction:
-    """Codes of `SessionOrder.action`.
-
-    OPEN and CLOSE a session, with `timeout` seconds without use (0: the usual time) after which it is closed by itself.
-    REMEMBER keeps the tokens of a `request` that has ended, which went on from `parent` (empty: from none). RECALL
-    returns them (no request: none); with `replace`, requests that went on from that one are forgotten, or everything.
-    """
-
-    OPEN = 0
-    CLOSE = 1
-    RECALL = 2
-    REMEMBER = 3
-
-
-@dataclass(frozen=True, slots=True)
-class SessionMedium:
-    """An image or a video of a session, as a client sent it: one file, or with `is_frames` images of its frames.
-
-    `options` are the client's wishes for it, as JSON. Without files, in REMEMBER, it is the next medium of its kind in
-    the turn that the order names, which the session has already.
-    """
-
-    files: list[bytes]
-    is_video: bool
-    is_frames: bool
-    options: str
-
-
-@message(9)
-@dataclass(frozen=True, slots=True)
-class SessionOrder:
-    """An action on a session. `number` is the replica's name for it, and comes back in the answer.
-
-    `media` are the images and the videos among the tokens, each kind in its order. `parent_turn` is the answer's `turn`
-    of RECALL, where media without files are those of `parent`: another turn may have taken its name since.
-    """
-
-    number: int
-    action: int
-    session: str
-    request: str = ""
-    parent: str = ""
-    replace: bool = False
-    timeout: float = 0.0
-    tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
-    prompt_len: int = 0
-    media: list[SessionMedium] = field(default_factory=list)
-    parent_turn: int = 0
-
-
-@message(10)
-@dataclass(frozen=True, slots=True)
-class SessionAnswer:
-    """Answers a session order: it was done, unless `refused` has a reason. `tokens` are those recalled, the prompt
-    first, and `media` what they stand for; `turn` is the turn's number in its scheduler, or 0."""
-
-    incarnation: int
-    number: int
-    refused: str
-    tokens: I32
-    prompt_len: int
-    media: list[SessionMedium] = field(default_factory=list)
-    turn: int = 0
 
 
 @message(12)

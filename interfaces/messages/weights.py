@@ -45,7 +45,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A group of processes of torch.distributed. In an order `rank` is that of the first worker; others follow."""
+    """A group of processes of torch.distributed. In an order `rank` is that of the first worker; others follow.
+
+    `packed`: the trainer sends the bytes of several tensors at a time, as vLLM's trainers do: as many as it takes to
+    exceed `packed_bytes`. 0: as at the group's JOIN, or 1 GiB.
+    """
 
     name: str
     address: str = ""
@@ -53,6 +57,8 @@ class GroupSpec:
     rank: int = 0
     world_size: int = 0
     backend: str = "gloo"
+    packed: bool = False
+    packed_bytes: int = 0
 
 
 class WeightsAction:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from interfaces.context.codec_windows import CodecContext, CodecFacts
 from interfaces.context.grammar_state import GrammarState
 from interfaces.context.images import ImageMetadata
 from interfaces.context.pooling import PoolingContext
+from interfaces.context.synthesis import SynthesisContext
 from interfaces.context.text import TextContext
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
@@ -28,6 +30,9 @@ WHOLE_PROMPTS = 3
 # machine, a random one elsewhere.
 EPOCHS_OF_A_SUPERVISOR = 2**20
 
+# Epoch of a worker of another machine that the scheduler has not given one.
+UNREGISTERED = -1
+
 
 @message(16)
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,12 @@ class WorkerHello:
     `encode_ms` milliseconds, and found the features of `image_hits` others. Its adapters may take `adapter_memory`
     bytes; 0: it takes none. `row_invariant`: a row gets the same bits whatever else is in its pass, and however its
     prompt is cut. `processors` are the schemas of its logits processors' parameters, as JSON text, by name. `guesses`:
-    it uses room for guesses (`Step.ahead`). It computes with version number `weights` of its model.
+    it uses room for guesses (`Step.ahead`). It computes with version number `weights` of its model. It is a group of so
+    many `ranks`, whose weights and memory stay as they are where that is more than 1.
+
+    A worker of another machine has a `name` of its own, and asks for an index and an epoch with UNREGISTERED as its
+    epoch; its `index` is then the one that it wants, or below 0. `facts` are what must be equal in all workers of a
+    scheduler, in words, by the name of the field. `codec` describes what turns the model's speech tokens into sound.
     """
 
     device: str
@@ -76,6 +86,10 @@ class WorkerHello:
     drafts: int = 0
     accepted_at: list[int] = field(default_factory=list)
     weights: int = 0
+    name: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    codec: CodecFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +198,8 @@ class Ready:
     """Reports images that are encoded: row rows[i] may compute its tokens before upto[i].
 
     `joined[i]` is the number of the step in which that row joined, because the row may belong to another sequence by
-    now. `errors` maps a row to the reason why its images cannot be encoded: its sequence fails.
+    now. `errors` maps a row to the reason why its images cannot be encoded: its sequence fails. `seconds[i]` is the
+    time that encoding for rows[i] has taken; 0 where the features of all its images were kept. None: 0 for all.
     """
 
     incarnation: int
@@ -194,6 +209,7 @@ class Ready:
     joined: I64
     upto: I32
     errors: dict[int, str]
+    seconds: F32 | None = None
 
 
 @message(21)
@@ -208,7 +224,7 @@ class Batch:
     incarnation: int
     epoch: int
     number: int
-    parts: list[PoolingContext]
+    parts: list[PoolingContext | SynthesisContext | CodecContext]
 
 
 @message(22)
@@ -235,17 +251,53 @@ class BatchResult:
 class Retire:
     """Fences a worker off: the scheduler has given it up and its sequences to others.
 
-    The worker must end, and may register again as a new epoch.
+    The worker must end, and may register again as a new epoch. `stays`: it was only cut off, so it need not end.
     """
 
     epoch: int
     reason: str
+    stays: bool = False
 
 
 @message(20)
 @dataclass(frozen=True, slots=True)
 class WorkerGoodbye:
-    """Ends a worker in order, all its steps answered: its sequences go elsewhere and none of them is to blame."""
+    """Ends a worker in order, all its steps answered: its sequences go elsewhere and none of them is to blame.
+
+    With a `reason` it cannot go on, steps may be unanswered, and one of their sequences may be to blame.
+    """
 
     index: int
     epoch: int
+    reason: str = ""
+
+
+@message(34)
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Shows a worker of another machine, twice a second, that its scheduler is there and reaches it."""
+
+    incarnation: int
+
+
+@message(35)
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Gives the worker called `name` its index and its epoch, under which it registers."""
+
+    name: str
+    index: int
+    epoch: int
+
+
+@message(36)
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Refuses the worker called `name`: it serves something else than the others, and the reason has both values.
+
+    `waits`: the others may go, for they are on other machines, too. So it asks again.
+    """
+
+    name: str
+    reason: str
+    waits: bool = False

@@ -36,7 +36,13 @@ class VideoContentPart(_Part):
     type: Literal["video"] = "video"
 
 
-MessageContent = TextContentPart | ImageContentPart | VideoContentPart
+class SoundContentPart(_Part):
+    """The place of a sound in a message; the sounds of a request are in the same order."""
+
+    type: Literal["audio"] = "audio"
+
+
+MessageContent = TextContentPart | ImageContentPart | VideoContentPart | SoundContentPart
 
 
 class TextGenerationRequestMessage(BaseModel):
@@ -140,6 +146,8 @@ def _part(item: Any, index: int) -> MessageContent:
         return ImageContentPart()
     if kind == "video":
         return VideoContentPart()
-    if kind in ("image_url", "video_url"):
+    if kind == "audio":
+        return SoundContentPart()
+    if kind in ("image_url", "video_url", "audio_url", "input_audio"):
         raise ValueError(f"{path} is a {kind}: load it, put its bytes into the request and a part here")
-    raise ValueError(f"{path}.type must be text, image or video, got {kind!r}")
+    raise ValueError(f"{path}.type must be text, image, video or audio, got {kind!r}")

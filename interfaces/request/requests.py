@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from interfaces.base.request_id import Request, RequestID, RequestType
 from interfaces.request.chat import (
     ImageContentPart,
+    SoundContentPart,
     TextGenerationRequestMessage,
     TextGenerationRequestTool,
     TextGenerationResponseFormat,
@@ -115,6 +116,10 @@ class TextGenerationRequest(Request):
     image_wishes: list[ImageWishes] = field(default_factory=list)
     # One for each video; empty: none has any.
     video_wishes: list[VideoWishes] = field(default_factory=list)
+    # Sound files, as `images`.
+    sounds: list[bytes] = field(default_factory=list)
+    # The client's own path to each sound, for errors; empty: sounds[i].
+    sound_fields: list[str] = field(default_factory=list)
     # Address of the engine that must serve it; None: any.
     target_endpoint: str | None = None
 
@@ -186,8 +191,9 @@ class TextGenerationRequest(Request):
     # Whether `TextDelta.tokens` is wanted: costs a second detokenization per token.
     token_details: bool = False
 
-    # Whether the hidden states of all tokens are wanted.
+    # Whether the hidden states of tokens are wanted: those from index `hidden_from` on.
     hidden_states: bool = False
+    hidden_from: int = 0
 
     # Vectors that stand for the embeddings of the prompt's tokens; `prompt` then has as many ids, of no meaning.
     prompt_embeddings: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
@@ -206,7 +212,7 @@ class TextGenerationRequest(Request):
             raise ValueError(f"n must be at least 1, got {self.n}")
         if self.max_thinking_tokens is not None and self.max_thinking_tokens < 0:
             raise ValueError(f"max_thinking_tokens must be at least 0, got {self.max_thinking_tokens}")
-        if self.images or self.videos:
+        if self.images or self.videos or self.sounds:
             self._check_media()
 
     __str__ = Request.__str__
@@ -232,6 +238,11 @@ class TextGenerationRequest(Request):
         """The video parts in the messages."""
         return sum(message.count(VideoContentPart) for message in self.messages)
 
+    @cached_property
+    def number_of_sounds(self) -> int:
+        """The sound parts in the messages."""
+        return sum(message.count(SoundContentPart) for message in self.messages)
+
     def _convert(self) -> None:
         """Bring the looser forms of fields into the declared ones. Idempotent."""
         put = object.__setattr__
@@ -239,6 +250,7 @@ class TextGenerationRequest(Request):
         put(self, "messages", [_message(message, i) for i, message in enumerate(self.messages or ())])
         put(self, "images", list(self.images or ()))
         put(self, "videos", list(self.videos or ()))
+        put(self, "sounds", list(self.sounds or ()))
         if self.response_format is not None:
             put(self, "response_format", TextGenerationResponseFormat.of(self.response_format))
         if self.stop:
@@ -252,11 +264,14 @@ class TextGenerationRequest(Request):
             raise ValueError(f"image_wishes has {len(self.image_wishes)} items for {len(self.images)} images")
         if self.video_wishes and len(self.video_wishes) != len(self.videos):
             raise ValueError(f"video_wishes has {len(self.video_wishes)} items for {len(self.videos)} videos")
+        if self.sound_fields and len(self.sound_fields) != len(self.sounds):
+            raise ValueError(f"sound_fields has {len(self.sound_fields)} items for {len(self.sounds)} sounds")
         if not self.messages:
             return
         for what, given, parts in (
             ("images", len(self.images), self.number_of_images),
             ("videos", len(self.videos), self.number_of_videos),
+            ("sounds", len(self.sounds), self.number_of_sounds),
         ):
             if given and given != parts:
                 raise ValueError(f"{what} has {given} items for {parts} parts of the messages: give one for each")

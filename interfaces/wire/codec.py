@@ -35,6 +35,7 @@ from interfaces.wire.forms import (
     Column,
     InProcess,
     Triples,
+    VersionError,
     WireError,
     check_dtype,
     inline_form,
@@ -57,6 +58,7 @@ __all__ = [
     "I32x3",
     "InProcess",
     "Triples",
+    "VersionError",
     "WireError",
     "decode",
     "encode",
@@ -66,7 +68,7 @@ __all__ = [
 ]
 
 # First element of every message; a peer of another version is refused, because fields are positional.
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 19
 
 # Bytes from which an array travels through shared memory, where that is on.
 SHARED_MEMORY_THRESHOLD = 24_000_000
@@ -223,7 +225,7 @@ def _not_a_message(data: bytes | memoryview) -> WireError:
     if type(parts) is not list or len(parts) < 2:
         return WireError("a message is an array [version, tag, fields...]")
     if parts[0] != PROTOCOL_VERSION:
-        return WireError(f"protocol version {str(parts[0])[:80]}, this process speaks {PROTOCOL_VERSION}")
+        return VersionError(f"protocol version {str(parts[0])[:80]}, this process speaks {PROTOCOL_VERSION}")
     return WireError(f"unknown message tag {str(parts[1])[:80]}")
 
 

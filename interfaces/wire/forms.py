@@ -44,6 +44,10 @@ class WireError(ValueError):
         return WireError(self.problem, segment + self.path)
 
 
+class VersionError(WireError):
+    """The peer speaks another protocol version; the text has both."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Annotation of a one-dimensional array field: its element type."""

@@ -29,12 +29,11 @@ _HARMLESS = frozenset(
 _USED = frozenset(
     (
         *("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "bias", "init_lora_weights"),
-        *("modules_to_save", "target_parameters"),
+        *("modules_to_save", "target_parameters", "trainable_token_indices"),
     )
 )
 # Why some others cannot be computed.
 _REASONS = {
-    "trainable_token_indices": "it brings tokens of its own",
     "layer_replication": "it makes a model of more layers",
     "alora_invocation_tokens": "it begins to act in the middle of a prompt",
 }
@@ -61,10 +60,16 @@ class AdapterConfig:
     dora: bool
     bias: str  # "none", or which modules bring a bias of their own: "lora_only" or "all"
     saved: tuple[str, ...] = ()  # ends of the names of modules that it brings whole
+    tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()  # whose vectors it brings, by the end of the module's name
 
     def brings(self, module: str) -> bool:
-        """Whether the adapter brings a module whole, in place of the base's."""
-        return module.endswith(self.saved)
+        """Whether the adapter brings a module, or one that it lies in, whole, in place of the base's."""
+        parts = module.split(".")
+        return any(".".join(parts[:end]).endswith(self.saved) for end in range(1, len(parts) + 1))
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """Return the tokens whose vectors of a module the adapter brings."""
+        return next((tokens for name, tokens in self.tokens if f".{module}".endswith(f".{name}" if name else "")), ())
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product."""
@@ -96,7 +101,17 @@ def parse_config(values: dict[str, Any]) -> AdapterConfig:
         dora=_flag("use_dora", values),
         bias=bias,
         saved=_names("modules_to_save", values.get("modules_to_save") or []),
+        tokens=_tokens(values.get("trainable_token_indices") or []),
     )
+
+
+def _tokens(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the tokens whose vectors an adapter brings, by the end of their module's name; empty: of the embedding."""
+    by_module = value if isinstance(value, dict) else {"": value} if value else {}
+    for tokens in by_module.values():
+        if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+            raise AdapterRefused(f"{CONFIG}: trainable_token_indices must be lists of token ids, got {_shown(value)}")
+    return tuple((str(name), tuple(tokens)) for name, tokens in by_module.items())
 
 
 def _alpha_patterns(patterns: Any) -> tuple[tuple[Callable[[str], Any], float], ...]:

@@ -73,7 +73,10 @@ def is_experts(module: nn.Module | None) -> bool:
     known: Any = module
     weight = known.down_proj
     taken = tuple(inspect.signature(known.forward).parameters)
-    return isinstance(weight, Tensor) and weight.dim() == 3 and weight.is_floating_point() and taken == ARGUMENTS
+    plain = isinstance(weight, Tensor) and weight.dim() == 3 and weight.is_floating_point()
+    # Linear layers in the place of that tensor have its shape.
+    in_codes = isinstance(weight, nn.Module) and len(getattr(weight, "shape", ())) == 3
+    return taken == ARGUMENTS and (plain or in_codes)
 
 
 def experts_path(path: str) -> str | None:

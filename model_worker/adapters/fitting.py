@@ -21,6 +21,7 @@ from model_worker.adapters.experts import AdaptedExperts, experts_path, fit_expe
 from model_worker.adapters.files import read_files
 from model_worker.adapters.refusal import MERGE, AdapterRefused
 from model_worker.adapters.tensors import ModuleTensors, by_module
+from model_worker.adapters.token_rows import head_is_tied, token_changes
 
 # Largest rank: beyond, an adapter costs as much as a model.
 MOST_RANK = 512
@@ -79,13 +80,19 @@ class Adapter:
     experts: dict[nn.Module, AdaptedExperts] = field(default_factory=dict)
 
 
-def read_adapter(folder: Path, model: PreTrainedModel, most_bytes: int) -> Adapter:
-    """Read an adapter's directory for a model. Raises as `read_files` does, and AdapterRefused if it does not fit."""
+def read_adapter(
+    folder: Path, model: PreTrainedModel, most_bytes: int, modules: Mapping[str, nn.Module] | None = None
+) -> Adapter:
+    """Read an adapter's directory for a model, whose modules have other names in files if `modules` says so.
+
+    Raises as `read_files` does, and AdapterRefused if it does not fit.
+    """
     files = read_files(folder, most_bytes)
     config = parse_config(files.config)
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules()) if modules is None else modules
     linears: dict[nn.Module, AdaptedLinear] = {}
     embedding = None
+    tied: tuple[str, Tensor] | None = None
     ranks = [0]
     found = by_module(files.tensors, config)
     experts = _fit_all_experts(found, modules, config, ranks)
@@ -98,12 +105,20 @@ def read_adapter(folder: Path, model: PreTrainedModel, most_bytes: int) -> Adapt
             if module is not model.get_input_embeddings():
                 raise AdapterRefused(f"{path} is not the embedding of tokens, and no other can be adapted: {MERGE}")
             embedding = _fit_embedding(path, module, parts, pair, config)
+            if names.TOKENS in parts.parts and head_is_tied(model):
+                tied = path, parts.parts[names.TOKENS]
         elif module in linears:
             raise AdapterRefused(f"{path} is adapted twice: save the adapter again")
+        elif names.TOKENS in parts.parts:
+            linears[module] = _fit_token_rows(path, module, parts.parts[names.TOKENS], config)
         elif names.WEIGHT in parts.parts:
             linears[module] = _fit_whole_linear(path, module, parts.parts)
         else:
             linears[module] = _fit_linear(path, module, parts, pair, config)
+    if tied is not None:
+        head: Any = model.get_output_embeddings()
+        if head not in linears:
+            linears[head] = _fit_token_rows(tied[0], head, tied[1], config)
     if not linears and not experts and embedding is None:
         raise AdapterRefused("it has no tensors: save the adapter again")
     return Adapter(files.digest, max(ranks), linears, embedding, experts)
@@ -182,6 +197,12 @@ def _fit_linear(
     return AdaptedLinear(a, b, scale, gain, _bias(path, module, found, scale, outputs))
 
 
+def _fit_token_rows(path: str, module: nn.Module, rows: Tensor, config: AdapterConfig) -> AdaptedLinear:
+    """Fit an output embedding in which the rows of some tokens are others."""
+    chosen, change = token_changes(path, _weight(module), rows, config)
+    return AdaptedLinear(change, chosen, 1.0, None, None)
+
+
 def _fit_whole_linear(path: str, module: nn.Module, found: Mapping[str, Tensor]) -> AdaptedLinear:
     """Fit a linear module that the adapter brings whole: B is what its weight adds to the base's, and A is 1."""
     inputs, outputs = _shape_of(path, module)
@@ -207,6 +228,9 @@ def _fit_embedding(
     if names.WEIGHT in found:
         change = _whole(path, found, size) - _weight(module).float()
         return AdaptedEmbedding(change, torch.eye(module.embedding_dim), factor)
+    if names.TOKENS in found:
+        chosen, change = token_changes(path, _weight(module), found[names.TOKENS], config)
+        return AdaptedEmbedding(chosen, change.T.contiguous(), factor)
     if pair is None or pair[0] != names.EMBEDDING_A:
         raise AdapterRefused(f"{path} is an embedding, and is adapted as a linear module: it is for another model")
     _check_magnitude(path, found, config.dora)
@@ -260,10 +284,14 @@ def _shape_of(path: str, module: nn.Module) -> tuple[int, int]:
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """Return the weight [outputs, inputs]."""
+    """Return the weight [outputs, inputs], for inputs as the model has them."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     plain = weight.detach().cpu()
+    scales = getattr(module, "input_scales", None)
+    if scales is not None:
+        # The module multiplies its inputs first.
+        plain = plain * scales.cpu()
     return plain.T if isinstance(module, Conv1D) else plain
 
 

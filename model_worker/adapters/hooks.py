@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, local
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,8 +29,8 @@ class _Rows(NamedTuple):
     """The rows of one adapter in a pass."""
 
     handle: int
-    tokens: Tensor  # i64: of all tokens
-    wanted: Tensor  # i64: of those whose logits are wanted
+    tokens: Tensor | slice  # i64: of all tokens
+    wanted: Tensor | slice  # i64: of those whose logits are wanted
 
 
 class AdapterHooks:
@@ -48,7 +48,13 @@ class AdapterHooks:
         self._embeddings: dict[int, AdaptedEmbedding] = {}
         self._experts: dict[nn.Module, dict[int, AdaptedExperts]] = {}
         self._hooks: dict[nn.Module, RemovableHandle] = {}
-        self._rows: list[_Rows] = []
+        # Of each thread: images are encoded beside passes.
+        self._local = local()
+
+    @property
+    def _rows(self) -> list[_Rows]:
+        found: list[_Rows] = getattr(self._local, "rows", [])
+        return found
 
     def add(self, handle: int, adapter: Adapter) -> int:
         """Keep an adapter. Returns its bytes. May run beside a pass that does not use it."""
@@ -85,7 +91,7 @@ class AdapterHooks:
             return
         handles = token_adapters(batch)
         wanted = handles[batch.logit_positions.cpu().numpy() if batch.wanted is None else batch.wanted]
-        self._rows = [
+        self._local.rows = [
             _Rows(handle, self._indices(handles == handle), self._indices(wanted == handle))
             for handle in np.unique(handles).tolist()
             if handle
@@ -93,7 +99,16 @@ class AdapterHooks:
         try:
             yield
         finally:
-            self._rows = []
+            self._local.rows = []
+
+    @contextmanager
+    def all_rows(self, handle: int) -> Iterator[None]:
+        """Compute all rows with one adapter, within this context."""
+        self._local.rows = [_Rows(handle, slice(None), slice(None))]
+        try:
+            yield
+        finally:
+            self._local.rows = []
 
     def _hook(self, module: nn.Module, change: Callable[[nn.Module, Any, Tensor], Tensor | None]) -> None:
         if module not in self._hooks:
@@ -115,6 +130,10 @@ class AdapterHooks:
         if not used:
             return None
         x = arguments[0].reshape(-1, arguments[0].shape[-1])
+        scales = getattr(module, "input_scales", None)
+        if scales is not None:
+            # The module has multiplied its inputs.
+            x = x / scales
         y = output.reshape(-1, output.shape[-1]).clone()
         for rows, linear in used:
             index = rows.wanted if module is self._head else rows.tokens

@@ -23,6 +23,8 @@ EMBEDDING_B = "lora_embedding_B"
 # A copy of the base's weight that PEFT adds where the embedding or the output embedding is adapted.
 BASE_WEIGHT = "base_layer.weight"
 BASE_BIAS = "base_layer.bias"
+# Vectors that take the place of those of some tokens.
+TOKENS = "token_adapter.trainable_tokens_delta"
 BIAS = "bias"
 # The weight of a module that the adapter brings whole.
 WEIGHT = "weight"
@@ -38,6 +40,7 @@ _PARTS = {
     EMBEDDING_B: EMBEDDING_B,
     BASE_WEIGHT: BASE_WEIGHT,
     BASE_BIAS: BASE_BIAS,
+    TOKENS: TOKENS,
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention import coded, cpu, cuda, reference
+from model_worker.attention import coded, cpu, cuda, reference, triton
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache
 
@@ -30,7 +30,14 @@ _BACKENDS: Mapping[str, AttentionBackend] = {
     "reference": reference.attend,
     "cpu": cpu.attend,
     "cuda": cuda.attend,
+    "triton": triton.attend,
 }
+# Backends that write K and V by themselves, and how: layer's K and V blocks, batch, K and V of its tokens.
+_WRITES: Mapping[AttentionBackend, Callable[[Any, Any, ForwardBatch, Tensor, Tensor], None]] = {
+    triton.attend: triton.write,
+}
+# Those of GPUs: they wait for nothing, so that their launches can be recorded.
+RECORDABLE = (cuda.attend, triton.attend)
 
 
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
@@ -75,8 +82,13 @@ def _paged_attention(
     head_dim]."""
     forward = _current.get()
     layer = forward.layer_of[module]
-    forward.cache.write(layer, forward.batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
     cache = forward.cache
+    k = key[0].transpose(0, 1)
+    v = value[0].transpose(0, 1)
+    if (write := _WRITES.get(forward.backend)) is None:
+        cache.write(layer, forward.batch, k, v)
+    else:
+        write(cache.k[layer], cache.v[layer], forward.batch, k, v)
     params = forward.params[layer]
     out = forward.backend(query[0].transpose(0, 1), cache.k[layer], cache.v[layer], forward.batch, params)
     return out.unsqueeze(0), None

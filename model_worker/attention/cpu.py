@@ -54,7 +54,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
         _NO_WINDOW if params.sliding_window is None else params.sliding_window,
         np.float32(params.softcap or 0.0),
         _NO_SINKS if params.sinks is None else params.sinks.float().numpy(),
-        _NONE_SEEN if batch.seen is None else _within(batch.seen, batch),
+        _NONE_SEEN if batch.seen is None or not params.looks_ahead else _within(batch.seen, batch),
         out,
     )
     if plan.cores == 1:

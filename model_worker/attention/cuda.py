@@ -7,11 +7,13 @@ called: that import takes a second, which workers without a GPU need not spend.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from model_worker.attention import reference
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVLayout
 
@@ -21,6 +23,8 @@ LEAST_CAPABILITY = (8, 0)
 LARGEST_HEAD = 256
 HEAD_STEP = 8
 DTYPES = (torch.float16, torch.bfloat16)
+# What `attend` passes and torch's function has not always had.
+_NEEDED = {"block_table", "enable_gqa", "num_splits", "scale", "seqused_k", "window_size"}
 
 
 def unsupported(layout: KVLayout, params: Sequence[AttentionParams], device: torch.device) -> str | None:
@@ -29,7 +33,19 @@ def unsupported(layout: KVLayout, params: Sequence[AttentionParams], device: tor
         return "this build of torch has no FlashAttention for NVIDIA GPUs"
     if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         return f"the GPU's compute capability is {'.'.join(map(str, capability))}, and it takes 8.0"
+    if (reason := unsupported_version()) is not None:
+        return reason
     return unsupported_layers(layout, params)
+
+
+def unsupported_version() -> str | None:
+    """Explain why this version of torch cannot read blocks; None if it can."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no attention for sequences of any length"
+    lacking = _NEEDED - set(inspect.signature(varlen_attn).parameters)
+    return f"torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(lacking))}" if lacking else None
 
 
 def unsupported_layers(layout: KVLayout, params: Sequence[AttentionParams]) -> str | None:
@@ -49,7 +65,11 @@ def unsupported_layers(layout: KVLayout, params: Sequence[AttentionParams]) -> s
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Attend with T queries over blocks of a multiple of 256 tokens. Waits for nothing, so it can be captured."""
+    """Attend with T queries over blocks of a multiple of 256 tokens. Waits for nothing, so it can be captured, but for
+    prompts whose tokens see later ones."""
+    if batch.seen is not None and params.looks_ahead:
+        # The kernel knows no later keys.
+        return reference.attend(q, k_cache, v_cache, batch, params)
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(

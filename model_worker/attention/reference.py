@@ -32,7 +32,7 @@ def attend_to(q: Tensor, v_dim: int, batch: ForwardBatch, params: AttentionParam
         tokens = slice(starts[sequence], starts[sequence + 1])
         blocks = batch.block_tables[sequence, : -(-kv_len // batch.block_size)].long()
         k, v = gather(blocks)
-        seen = None if batch.seen is None else batch.seen[:, tokens]
+        seen = None if batch.seen is None or not params.looks_ahead else batch.seen[:, tokens]
         out[tokens] = _attend_one(q[tokens], k[:kv_len], v[:kv_len], params, seen).to(out.dtype)
     return out
 

@@ -6,7 +6,7 @@ Knows batches and tensors. Does not know what computes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.embedding_hooks import given_embeddings
 from model_worker.kv_cache import KVCache
+from model_worker.model import TakeResiduals
 from model_worker.sampling.sampler import argmax
 from shared.resources import free_memory
 
@@ -74,6 +75,18 @@ class Backend(ABC):
     def launch(self, batch: ForwardBatch, deferred: DeferredTokens) -> Callable[[], GreedyTokens]:
         """Launch a greedy pass. Returns what waits for its tokens; passes are waited for in the order of launch."""
         raise NotImplementedError(f"{type(self).__name__} launches no passes")
+
+    def watch(self, layers: Sequence[int], take: TakeResiduals) -> None:
+        """Give `take` the residual as it enters these layers, after each pass whose sequences have rows.
+
+        A layer's number may be that of all layers, which stands for what leaves the last one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no residuals")
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules that make vectors of tokens, and logits of hidden states."""
+        raise NotImplementedError(f"{type(self).__name__} gives no modules")
 
     @property
     def takes_adapters(self) -> bool:

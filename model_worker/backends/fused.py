@@ -5,14 +5,14 @@ It knows no attention to later keys: models whose images need it have no stack.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from model_worker.adapters.fitting import read_adapter
+from model_worker.backends.adapter_files import read_for
 from model_worker.backends.base import (
     AdapterFacts,
     Backend,
@@ -22,7 +22,7 @@ from model_worker.backends.base import (
 )
 from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.kv_cache import KVCache
-from model_worker.model import CompiledStack, LoadedModel
+from model_worker.model import CompiledStack, LoadedModel, TakeResiduals
 
 
 class FusedBackend(Backend):
@@ -56,16 +56,28 @@ class FusedBackend(Backend):
         with one_pass(batch, self._cache, self._loaded.embedding):
             return self._stack.hidden(batch, self._cache)
 
+    def watch(self, layers: Sequence[int], take: TakeResiduals) -> None:
+        self._stack.watch(layers, take)
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        return self._loaded.embedding, self._loaded.model.get_output_embeddings()
+
     @property
     def takes_adapters(self) -> bool:
         return True
 
     def load_adapter(self, handle: int, path: str) -> AdapterFacts:
-        adapter = read_adapter(Path(path), self._loaded.model, most_adapter_bytes())
-        return AdapterFacts(adapter.digest, adapter.rank, self._stack.add_adapter(handle, adapter))
+        adapter, seen = read_for(self._loaded, Path(path), most_adapter_bytes())
+        size = self._stack.add_adapter(handle, adapter)
+        if self._loaded.encoder is not None:
+            size += self._loaded.encoder.adapters.add(handle, adapter.digest, seen)
+        return AdapterFacts(adapter.digest, adapter.rank, size)
 
     def drop_adapter(self, handle: int) -> None:
         self._stack.drop_adapter(handle)
+        if self._loaded.encoder is not None:
+            self._loaded.encoder.adapters.drop(handle)
 
     @property
     def overlaps(self) -> bool:

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model_worker.adapters.fitting import Adapter, read_adapter
+from model_worker.adapters.fitting import Adapter
 from model_worker.adapters.hooks import AdapterHooks
-from model_worker.attention import PAGED_ATTENTION, AttentionBackend, PagedForward, cuda, paged_forward, reference
+from model_worker.attention import PAGED_ATTENTION, RECORDABLE, AttentionBackend, PagedForward, paged_forward, reference
 from model_worker.attention.coded import CodedCache
 from model_worker.attention.coded import attend as coded_attend
+from model_worker.backends.adapter_files import read_for
 from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
@@ -41,7 +42,7 @@ class ModulesBackend(Backend):
         self._paged: KVCache | CodedCache = cache
         self._attend = attend
         # For batches with tokens that see later keys.
-        self._attend_later = reference.attend if attend is cuda.attend else attend
+        self._attend_later = reference.attend if attend in RECORDABLE else attend
         if cache.layout.in_codes:
             self._paged = CodedCache(cache)
             self._attend = self._attend_later = coded_attend
@@ -59,7 +60,8 @@ class ModulesBackend(Backend):
         try:
             with torch.inference_mode():
                 self._graphs = DecodeGraphs(self._forward, buffers, CudaRecorder())
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch.OutOfMemoryError, too: steps need no recording
+            self._graphs = None
             reason = str(error).partition("\n")[0]
             log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)
 
@@ -86,8 +88,11 @@ class ModulesBackend(Backend):
         return True
 
     def load_adapter(self, handle: int, path: str) -> AdapterFacts:
-        adapter = read_adapter(Path(path), self._loaded.model, most_adapter_bytes())
-        return AdapterFacts(adapter.digest, adapter.rank, self.add_adapter(handle, adapter))
+        adapter, seen = read_for(self._loaded, Path(path), most_adapter_bytes())
+        size = self.add_adapter(handle, adapter)
+        if self._loaded.encoder is not None:
+            size += self._loaded.encoder.adapters.add(handle, adapter.digest, seen)
+        return AdapterFacts(adapter.digest, adapter.rank, size)
 
     def add_adapter(self, handle: int, adapter: Adapter) -> int:
         """Keep an adapter that was read. Returns its bytes."""
@@ -95,6 +100,8 @@ class ModulesBackend(Backend):
 
     def drop_adapter(self, handle: int) -> None:
         self._adapters.drop(handle)
+        if self._loaded.encoder is not None:
+            self._loaded.encoder.adapters.drop(handle)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         attention = self._loaded.attention

@@ -22,8 +22,15 @@ Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Return 1, 2, 4, 8 and so on, and `max_rows` itself."""
-    return [*(1 << bit for bit in range((max_rows - 1).bit_length())), max_rows]
+    """Return 1, 2 and 4, then steps of 8, of 16 from 64 on, and so on up to 256, and `max_rows` itself.
+
+    A step computes as many rows as its bucket has: at most 7 of 64 in vain, and a fifth of more.
+    """
+    sizes = [1, 2, 4]
+    while sizes[-1] < max_rows:
+        last = sizes[-1]
+        sizes.append((last // 8 + 1) * 8 if last < 64 else last + min(256, 1 << (last.bit_length() - 3)))
+    return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 class DecodeBuffers:

@@ -24,6 +24,9 @@ _FIRST_PAUSE = 32
 _LONGEST_PAUSE = 1024
 # The same after guesses that were better than believed.
 _SHORT_PAUSE = 2
+# Right guesses beyond twice those expected, added up while there are any, from which on guesses count as better than
+# believed. A single right guess is chance: some are right also where text does not repeat.
+_SURPRISE = 2.0
 # Guesses of a trial.
 _TRIED = 3
 # Most guesses of all rows: each may take a row of logits.
@@ -128,6 +131,8 @@ class LearntBudget:
         self._times = times
         self._guesses = _Trials()
         self._models = _Trials()
+        # Right guesses beyond twice those expected, of late.
+        self._beyond = 0.0
 
     def begin(self, rows: int) -> None:
         self._guesses.count(rows)
@@ -183,7 +188,9 @@ class LearntBudget:
         return due
 
     def learn(self, expected: float, right: int) -> None:
-        if right > 2 * expected:
+        self._beyond = max(0.0, self._beyond + right - 2 * expected)
+        if self._beyond >= _SURPRISE:
+            self._beyond = 0.0
             self._guesses.hurry()
             self._models.hurry()
 

@@ -1,4 +1,4 @@
-"""The drafters that a worker's setting names: `text`, `suffix`, and the folder or hub name of a model."""
+"""The drafters that a worker's setting names: `text`, `suffix`, and the folder or hub name of a model or head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def without_models(names: str) -> list[Drafter]:
 
 
 def model_named(names: str) -> str | None:
-    """Return the model that is named; None for none. ValueError for more than one."""
+    """Return the model or head that is named; None for none. ValueError for more than one."""
     models = [name for name in _entries(names) if name not in (OwnText.name, EndedAnswers.name)]
     if len(models) > 1:
         raise ValueError(f"draft names the models {', '.join(models)}, and one can guess: leave out the others")

@@ -7,7 +7,7 @@ be behind, or wrong where guesses were: it catches up when it is asked. Knows ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +18,9 @@ from interfaces import Join
 from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
 from model_worker.drafters.base import Proposal
+from model_worker.drafters.draw import draw_guesses
 from model_worker.rows import WorkerRows
-from model_worker.sampling.sampler import SamplerRows, argmax
+from model_worker.sampling.sampler import SamplerRows
 
 # Tokens that it catches up in a step. The guesses of a row wait until all of its text is computed.
 CAUGHT_UP_AT_ONCE = 256
@@ -82,7 +83,8 @@ class DraftModel:
         guesses: dict[int, list[int]] = {row: [] for row in rows}
         own: dict[int, list[float]] = {row: [] for row in rows}
         while rows:
-            tokens, shares = self._draw(logits, rows, [len(texts[row]) + len(guesses[row]) for row in rows])
+            positions = [len(texts[row]) + len(guesses[row]) for row in rows]
+            tokens, shares = draw_guesses(self._sampler, logits, rows, positions)
             for row, token, share in zip(rows, tokens, shares, strict=True):
                 guesses[row].append(token)
                 own[row].append(share)
@@ -150,26 +152,3 @@ class DraftModel:
             block = np.array(known.tokens[index * size : (index + 1) * size], np.int32)
             known.digests.append(self._digest(known.digests, block))
             self._digests[int(table[index])] = known.digests[-1]
-
-    def _draw(self, logits: torch.Tensor, rows: Sequence[int], positions: list[int]) -> tuple[list[int], list[float]]:
-        """Draw a token of each row as the worker would, and return the model's probability of each, too.
-
-        What needs more than logits, as penalties do, is left out: those rows get the largest logit.
-        """
-        logits = self._as_wide(logits)
-        index = np.array(rows, np.int32)
-        hosted = self._sampler.hosted(index)
-        tokens = argmax(logits[:, : self._sampler.vocab_size])
-        free = np.flatnonzero(~hosted)
-        if len(free):
-            part = logits[torch.from_numpy(free)]
-            tokens[free] = self._sampler.sample(part, index[free], np.array(positions)[free]).tokens
-        tokens = np.maximum(tokens, 0)
-        chosen = logits.gather(1, torch.from_numpy(tokens)[:, None])[:, 0].float()
-        shares = (chosen - torch.logsumexp(logits.float(), -1)).exp()
-        return tokens.tolist(), torch.nan_to_num(shares).tolist()
-
-    def _as_wide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits for all tokens of the worker's model, whose table may be wider."""
-        missing = self._sampler.vocab_size - logits.shape[1]
-        return logits if missing <= 0 else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

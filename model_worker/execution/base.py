@@ -6,6 +6,7 @@ Knows columns of rows and tensors. Does not know which executor takes which step
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from model_worker.drafters.pass_times import PassTimes
 from model_worker.drafters.several import Drafters
 from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
+from model_worker.model import TakeResiduals
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampling.sampler import Sampled, SamplerRows
 from model_worker.vision.encode_queue import EncodeQueue
@@ -95,6 +97,8 @@ class RunningRows:
         # Rows whose next token is an error instead, and the error.
         self.refused: dict[int, str] = {}
         self.in_flight = InFlight()
+        # Whether the step that is being launched has changed nothing yet that a second launch would change again.
+        self.repeatable = True
         self.counters = Counters()
 
 
@@ -116,11 +120,20 @@ class DeviceStep(RunningRows):
         self.times = PassTimes()
         # Seconds of the last pass that was waited for.
         self._computed = 0.0
+        # Whose residuals a drafter reads.
+        self._watched: tuple[Sequence[int], TakeResiduals] | None = None
+
+    def watch(self, layers: Sequence[int], take: TakeResiduals) -> None:
+        """Give `take` the residuals of these layers in all steps, as `Backend.watch` does."""
+        self._watched = layers, take
+        self.backend.watch(layers, take)
 
     def change_backend(self, backend: Backend) -> None:
         """Compute the next steps by this backend, on the same blocks. No step is in flight."""
         self.backend = backend
         self.gives_hidden_states = backend.gives_hidden_states
+        if self._watched is not None:
+            backend.watch(*self._watched)
 
     def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
         """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`."""
@@ -136,6 +149,7 @@ class DeviceStep(RunningRows):
             angles=packed.angles,
             seen=packed.seen,
             adapters=packed.adapters,
+            rows=packed.rows,
         )
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:

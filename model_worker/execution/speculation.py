@@ -85,6 +85,7 @@ class Speculation:
         room = self._room(step, packed)
         guesses = self._drafters.guess(room, len(packed.rows), self._overlaps_without(packed))
         computed = self._compute(packed, guesses)
+        shared.repeatable = False
         drawn = self._draw(computed)
         shared.rows.commit(packed, drawn.first.tokens)
         for row, more in drawn.more.items():

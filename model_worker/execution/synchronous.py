@@ -48,6 +48,7 @@ class Synchronous:
             sampled, forced = self._greedy(packed, needed)
             hidden = None
             logprobs = sampled.reports
+        shared.repeatable = False
         shared.rows.commit(packed, sampled.tokens)
         for row, tokens in forced.items():
             shared.rows.follow(row, tokens)
@@ -90,6 +91,9 @@ class Synchronous:
     def _draw(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
         """Draw one token for each row, after the masks of grammars."""
         shared = self._shared
+        if shared.needs_host(rows):
+            # What was drawn is counted, and a grammar goes on.
+            shared.repeatable = False
         if shared.masks is not None:
             shared.refused |= shared.masks.apply(logits, rows)
         return shared.sampler.sample(logits, rows, positions)

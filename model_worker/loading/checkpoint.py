@@ -11,14 +11,12 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from model_worker.hearing.encoder import hears
 from model_worker.kv_cache import CODE_DTYPES
 from model_worker.model import ModelRefused
-from model_worker.vision.family import family_of, is_composite, why_refused
+from model_worker.vision.family import composite_class, family_of, is_composite, why_refused
 from shared.load_errors import broken_file, missing_weights
 
 # What transformers' configs call the layers whose only state is a KV cache.
@@ -28,6 +26,8 @@ PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
 QUANTIZATIONS = ("none", "int8")
+# Many times as many as the deepest models have.
+_MOST_LAYERS = 4096
 _MISSING_STATE = "a state for each sequence beside the KV cache is missing here"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -106,6 +106,15 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__
 
 
+def _refuse_sizes(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a number of layers that no model has: transformers would make them one by one, without an end."""
+    count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(count, int) and count > _MOST_LAYERS:
+        raise ModelRefused(
+            name, f"config.json has num_hidden_layers {count}, and at most {_MOST_LAYERS} are served: download it anew"
+        )
+
+
 def _refuse_names(name: str, config: PreTrainedConfig) -> None:
     """Refuse names in a config that transformers would look up when it makes the model."""
     text = config.get_text_config(decoder=True)
@@ -138,6 +147,8 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     A model that takes images is refused if its images are not supported, unless there is to be no `vision`.
     """
     name: str = (config.architectures or [config.model_type])[0]
+    if hears(config):
+        return name
     if config.is_encoder_decoder:
         raise ModelRefused(
             name,
@@ -146,7 +157,7 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
         )
     composite = is_composite(config)
     if composite:
-        model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        model_class: Any = composite_class(config)
         if vision and family_of(config) is None:
             raise ModelRefused(model_class.__name__, why_refused(config))
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -154,6 +165,7 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     else:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = model_class.__name__
+    _refuse_sizes(name, config)
     _refuse_names(name, config)
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     other = sorted(set(layer_types or ()) - PAGED_LAYERS)

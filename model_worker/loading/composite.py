@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from model_worker.hearing.sounds import SoundEncoder
 from model_worker.loading import verify
 from model_worker.model import ModelRefused, first_line
 from model_worker.vision.composite import encoder_dtype, text_model, tower_parameters
@@ -32,7 +33,7 @@ def take_apart(
     dtype = encoder_dtype(composite.dtype, device)
     for parameter in tower_parameters(composite):
         parameter.data = parameter.data.to(dtype)
-    encoder = make_encoder(composite, family, dtype, device)
+    encoder = make_encoder(composite, family, dtype, device, SoundEncoder if family.hears else Encoder)
     # The text model has it, and may pack it.
     composite.set_output_embeddings(nn.Identity())
     return text, encoder

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from model_worker.hearing.encoder import hears
 from model_worker.loading.checkpoint import (
     check_device,
     check_kv_dtype,
@@ -24,7 +25,8 @@ from model_worker.loading.checkpoint import (
 from model_worker.loading.composite import take_apart
 from model_worker.loading.gguf.load import gguf_config, load_gguf
 from model_worker.loading.prepare import prepare
-from model_worker.loading.rope import pin_longrope
+from model_worker.loading.rope import pin_rope
+from model_worker.loading.speech import computed_dtype, prepare_speech, refuse_options
 from model_worker.loading.weights import load_weights, reported_weights
 from model_worker.model import LoadedModel, ModelRefused, Progress, check_positions, max_position_of
 from model_worker.vision.family import Sight, is_composite
@@ -61,6 +63,13 @@ def load_model(
     gguf = open_gguf(source) if is_gguf(source) else None
     config = read_config(source) if gguf is None else gguf_config(gguf)
     architecture = refuse_by_config(config, vision)
+    if hears(config):
+        refuse_options(architecture, quantization, kv_dtype, bool(overlays))
+        speech_dtype = computed_dtype(wanted_dtype, config, target)
+        with reported_weights(progress):
+            recogniser = load_weights(source, config, architecture, speech_dtype, target)
+        nn.Module.to(recogniser, target)
+        return prepare_speech(recogniser.eval(), target, max_model_len, has_kernels)
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
@@ -80,12 +89,15 @@ def load_model(
         torch.cuda.set_device(target)
     nn.Module.to(model, target)
     if max_position is not None:
-        pin_longrope(model, min(max_position, max_model_len or max_position))
+        pin_rope(model, min(max_position, max_model_len or max_position))
     if not is_composite(config):
         return prepare(model.eval(), target, quantization, progress, has_kernels, kv_dtype)
     text, encoder = take_apart(model.eval(), target, vision)
-    is_causal = encoder is None or encoder.family.sight == Sight.CAUSAL
-    prepared = prepare(text, target, quantization, progress, has_kernels, kv_dtype, is_causal)
+    fuses = encoder is None or encoder.family.sight == Sight.CAUSAL
+    prepared = prepare(text, target, quantization, progress, has_kernels, kv_dtype, fuses)
+    if encoder is not None and encoder.family.in_windows:
+        params = [replace(layer, looks_ahead=layer.sliding_window is not None) for layer in prepared.attention.params]
+        prepared = replace(prepared, attention=replace(prepared.attention, params=tuple(params)))
     return replace(prepared, encoder=encoder)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from model_worker.attention import cuda
 from model_worker.cpu import kernel_cache
 from model_worker.cpu.fused.stack import fused_stack
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, decode_linears
@@ -22,6 +21,8 @@ from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import keeps_codes, pack_linears, quantize_linears
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.loading import verify
+from model_worker.loading.gpu_attention import choose_attention
+from model_worker.loading.gpu_modules import ReplacedModules
 from model_worker.loading.probe import probe_attention
 from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
 
@@ -42,14 +43,14 @@ def prepare(
     progress: Progress,
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     kv_dtype: str = "auto",
-    is_causal: bool = True,
+    fuses: bool = True,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
     `has_kernels` says for the weights' dtype whether a CPU's kernels of a family (`kernel_cache.FAMILIES`) are
     compiled. Without them the model stays as it is, and attends in plain torch. `kv_dtype` names codes in which K and V
-    are kept, or is auto. Unless a model `is_causal`, images make tokens see later ones, which the fused stack does not
-    know.
+    are kept, or is auto. Unless the model `fuses`, the fused stack is not tried: it knows neither tokens that see later
+    ones, as images make them, nor other ranks.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -100,10 +101,10 @@ def prepare(
     if device.type == "cpu":
         pack()
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in dict.fromkeys(packed))
-        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded) if is_causal else None)
+        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded) if fuses else None)
     if device.type == "cuda":
-        verify.check_paged(loaded, tokens, expected)
-        return _on_cuda(loaded, tokens, expected)
+        _replace_modules(loaded, tokens, expected)
+        return choose_attention(loaded, tokens, expected)
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
             invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)
@@ -147,18 +148,17 @@ def _with_kv(loaded: LoadedModel, kv_dtype: str, tokens: torch.Tensor) -> Loaded
     return plain
 
 
-def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> LoadedModel:
-    """Use the device's kernel if it can attend for this model and is verified; else plain torch, and log the reason."""
-    layers = loaded.attention
-    reason = cuda.unsupported(layers.layout, layers.params, loaded.device)
-    if reason is None:
-        try:
-            verify.check_paged(loaded, tokens, expected, "cuda", cuda.BLOCK_SIZE)
-            return replace(loaded, attention_name="cuda", block_size=cuda.BLOCK_SIZE)
-        except (RuntimeError, ModelRefused) as error:
-            reason = first_line(error)
-    log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, reason)
-    return replace(loaded, attention_name="reference")
+def _replace_modules(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compute norms and gated layers by kernels, if the model gives the same logits. Refuses one that never does."""
+    replaced = ReplacedModules(loaded.model)
+    try:
+        verify.check_paged(loaded, tokens, expected)
+    except ModelRefused as error:
+        if not replaced:
+            raise
+        replaced.undo()
+        verify.check_paged(loaded, tokens, expected)
+        log.warning("norms and gated layers are transformers' own, since kernels give other logits: %s", error.reason)
 
 
 def _not_finite(model: PreTrainedModel) -> str:

@@ -17,19 +17,29 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
+from model_worker.cpu.gemm.expert_linears import keep_experts
+from model_worker.hearing.encoder import hears
 from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
 from model_worker.loading.quantized.scheme import Scheme, scheme_of
 from model_worker.loading.stored import StoredCheckpoint, open_stored
 from model_worker.model import ModelRefused, Progress, first_line
 from model_worker.vision.family import is_composite
+from shared.listening import LISTENING_TYPES
 from shared.load_errors import broken_file, missing_weights
 
 log = logging.getLogger(__name__)
@@ -63,10 +73,14 @@ def load_weights(
     """
     composite = is_composite(config)
     auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
+    if composite and config.model_type in LISTENING_TYPES:
+        auto = AutoModelForSeq2SeqLM
+    if hears(config):
+        auto = AutoModelForSpeechSeq2Seq
     # Of a composite model only the text model attends to the paged cache, which the runner sees to.
-    attention = {} if composite else {"attn_implementation": PAGED_ATTENTION}
+    attention = {} if composite or hears(config) else {"attn_implementation": PAGED_ATTENTION}
     checkpoint, scheme = open_checkpoint(source, config, architecture)
-    _refuse_type(dtype, config, architecture)
+    refuse_type(dtype, config, architecture)
     if overlays:
         checkpoint = overlaid(checkpoint, overlays, architecture)
     if overlays or is_quantized(checkpoint, scheme):
@@ -104,7 +118,7 @@ def open_checkpoint(
     return checkpoint, scheme
 
 
-def _refuse_type(dtype: torch.dtype | str, config: PreTrainedConfig, architecture: str) -> None:
+def refuse_type(dtype: torch.dtype | str, config: PreTrainedConfig, architecture: str) -> None:
     stored = getattr(config, "dtype", None)
     if dtype == "auto" and stored == torch.float64:
         raise ModelRefused(
@@ -151,10 +165,10 @@ def load_quantized(
     except LOAD_ERRORS as error:
         raise ModelRefused(architecture, f"its quantized weights cannot be read: {_reason(error)}") from error
     config = _without_quantization(config)
-    kind = _dtype(dtype, config, weights, architecture, device)
+    kind = computing_dtype(dtype, config, weights, architecture, device)
     try:
-        names = _Names(auto, config, attention)
-        targets = {key: names.linear_of(key, weight) for key, weight in weights.encoded.items()} if lazily else {}
+        names = WeightNames(auto, config, attention)
+        targets = {key: names.place_of(key, weight) for key, weight in weights.encoded.items()} if lazily else {}
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
@@ -176,7 +190,9 @@ def load_quantized(
         raise ModelRefused(architecture, _reason(error)) from error
     check_loaded(architecture, info)
     for key, module in targets.items():
-        if module:
+        if module and weights.encoded[key].experts:
+            keep_experts(model, module, weights.encoded[key], kind)
+        elif module:
             linear = model.get_submodule(module)
             model.set_submodule(module, EncodedLinear(weights.encoded[key], linear.bias, kind))
     if not weights.encoded:
@@ -214,41 +230,51 @@ def check_loaded(architecture: str, info: Mapping[str, Any]) -> None:
     _say_unplaced(architecture, sorted(info["unexpected_keys"]))
 
 
-class _Names:
+class WeightNames:
     """Which weight of a model a tensor of a checkpoint becomes, as transformers finds it when it loads."""
 
     def __init__(self, auto: Any, config: PreTrainedConfig, attention: Mapping[str, str]) -> None:
         with torch.device("meta"):
-            self._model: PreTrainedModel = auto.from_config(copy.deepcopy(config), **attention)
-        mapping = get_model_conversion_mapping(self._model)
+            # Without memory: names and shapes alone.
+            self.model: PreTrainedModel = auto.from_config(copy.deepcopy(config), **attention)
+        mapping = get_model_conversion_mapping(self.model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        self._state = self._model.state_dict()
-        self._tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+        self._state = self.model.state_dict()
+        self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
 
     def find(self, key: str) -> tuple[str, bool]:
         """Return the weight's name in the model, and whether it is stored there as it is."""
-        prefix = self._model.base_model_prefix
+        prefix = self.model.base_model_prefix
         name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
         if name not in self._state and key in self._state:
             name, pattern = rename_source_key(key, [], [], prefix, self._state)
         return name, pattern is None
 
+    def is_tied(self, name: str) -> bool:
+        """Whether a weight of the model is another one's, too."""
+        return name in self._tied
+
     def has(self, key: str) -> bool:
         name, plain = self.find(key)
         return name in self._state or not plain or name.endswith(".rotary_emb.inv_freq")
 
-    def linear_of(self, key: str, weight: EncodedWeight) -> str:
-        """Return the name of the plain linear layer whose weight this is; empty if there is none."""
+    def place_of(self, key: str, weight: EncodedWeight) -> str:
+        """Return the name of the plain linear layer whose weight this is, or of the tensor, if it has that of experts.
+
+        Empty if there is none.
+        """
         name, plain = self.find(key)
         module, _, last = name.rpartition(".")
+        if weight.experts:
+            return name if plain and name in self._state and tuple(self._state[name].shape) == weight.shape else ""
         if not plain or last != "weight" or name not in self._state or name in self._tied:
             return ""
-        is_linear = type(self._model.get_submodule(module)) is nn.Linear
+        is_linear = type(self.model.get_submodule(module)) is nn.Linear
         return module if is_linear and tuple(self._state[name].shape) == weight.shape else ""
 
 
-def _check_unplaced(names: _Names, weights: Weights, architecture: str) -> None:
+def _check_unplaced(names: WeightNames, weights: Weights, architecture: str) -> None:
     """Refuse a bias that the model would leave out. Zeros, which some formats write everywhere, are left out."""
     for key, tensor in list(weights.plain.items()):
         is_bias = key.endswith(".bias") and f"{key.removesuffix('bias')}weight" in weights.encoded
@@ -258,7 +284,7 @@ def _check_unplaced(names: _Names, weights: Weights, architecture: str) -> None:
             del weights.plain[key]
 
 
-def _check_overlaid(names: _Names, checkpoint: StoredCheckpoint, architecture: str) -> None:
+def _check_overlaid(names: WeightNames, checkpoint: StoredCheckpoint, architecture: str) -> None:
     """Refuse tensors that were sent for weights which the model has not."""
     unknown = [key for key in checkpoint.replaced if not names.has(key)]
     if unknown:
@@ -288,7 +314,7 @@ def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     return plain
 
 
-def _dtype(
+def computing_dtype(
     dtype: torch.dtype | str,
     config: PreTrainedConfig,
     weights: Weights,

@@ -22,6 +22,11 @@ class ProcessedLogits(Backend):
         self._backend = backend
         self._processors = tuple(processors)
 
+    @property
+    def row_invariant(self) -> bool:
+        """Processors of the pipeline see one row of logits for each context, so nothing is guessed beside them."""
+        return self._backend.row_invariant and not self._processors
+
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         logits = self._backend.logits(batch)
         own = [context.sampling_params.logits_processors or () for context in self.sampling]

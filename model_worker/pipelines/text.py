@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import (
-    MOST_TOP_LOGPROBS,
     BatchLogitsProcessor,
     GenerationStatus,
     Join,
     LogProbabilities,
-    LogprobMode,
     Pipeline,
     RequestID,
     RowGrammar,
-    SamplingParams,
     Step,
     StepResult,
     TextAndVisionContext,
@@ -39,17 +36,23 @@ from model_worker.execution import executors_for
 from model_worker.execution.base import DeviceStep, WorkerIdentity
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
+from model_worker.hearing.rules import rules_processor
 from model_worker.loading.load import load_model
 from model_worker.pipelines.adapters import PipelineAdapters
+from model_worker.pipelines.checks import check_context
+from model_worker.pipelines.guesses import PipelineGuesses, following_tokens, guesses_of_option
 from model_worker.pipelines.processed_logits import ProcessedLogits
+from model_worker.pipelines.values import values_of, wants_logprobs
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampling.registry import Processor, check_named, load_processors
 from model_worker.sampling.sampler import SamplerRows
+from model_worker.speech.token_order import order_processor
 from model_worker.vision.encoder import EncoderCache
 from model_worker.vision.family import Sight
 from model_worker.vision.rows import ImageRows
 from shared.setting_forms import entries
+from shared.speech_tokens import SpeechTokenFiles
 
 
 @dataclass(slots=True)
@@ -75,8 +78,13 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         batch_processors: Sequence[BatchLogitsProcessor] = (),
         masks: Masks | None = None,
         processors: Mapping[str, Processor] | None = None,
+        most_guesses: int = 0,
+        learns: bool = False,
     ) -> None:
-        """`masks`, for grammars without jumps, are closed by `close`. Requests may name `processors`."""
+        """`masks`, for grammars without jumps, are closed by `close`. Requests may name `processors`.
+
+        Up to `most_guesses` tokens of each request are guessed, or what contexts bring; where it `learns`, what pays.
+        """
         rows = WorkerRows(capacity.max_rows, capacity.max_model_len, capacity.block_size, capacity.num_blocks)
         sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device, processors)
         self._runner = runner
@@ -84,7 +92,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         self._images = None if encoder is None else ImageRows(encoder, EncoderCache(encoder.cache_bytes))
         self._logits = ProcessedLogits(runner.backend, batch_processors)
         shared = DeviceStep(rows, sampler, self._logits, WorkerIdentity(0, 0), masks, self._images)
-        self._engine = Engine(shared, executors_for(shared))
+        self._guesses = PipelineGuesses(most_guesses, learns)
+        most = self._guesses.most(capacity.max_model_len)
+        self._engine = Engine(shared, executors_for(shared, "off", most, learns, self._guesses.drafters))
+        self._guessing = shared.drafters is not None
         self._masks = masks
         self._capacity = capacity
         self._max_batch_tokens = max_batch_tokens
@@ -95,6 +106,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         self._free_blocks = deque(range(capacity.num_blocks))
         self._dropped: list[int] = []
         self._steps = 0
+        # Tokens that each request may still get in the call in progress.
+        self._left: dict[RequestID, int] = {}
 
     @classmethod
     def load(
@@ -111,22 +124,29 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         max_batch_tokens: int = 512,
         batch_processors: Sequence[BatchLogitsProcessor] = (),
         logit_processors: str = "",
+        speculate: int | str = 0,
     ) -> TextPipeline:
         """Load a Hugging Face directory or hub name. ValueError says why a model cannot be served.
 
         On a CPU `quantization` may be int8, and `kv_dtype` int8 or fp8. `max_length` bounds prompt and answer of one
         request in tokens, `kv_memory` is in bytes, and `max_batch_tokens` are what one forward pass takes: longer
         prompts take several. `logit_processors` are those that requests may name, as a server's setting has them.
+        Up to `speculate` tokens of each request are guessed, which changes no token; "auto": as many as save time.
         """
+        guesses = guesses_of_option(speculate)
         processors = load_processors(entries(logit_processors))
         loaded = load_model(model, dtype, device, lambda *_: None, max_length, quantization, kv_dtype=kv_dtype)
+        if loaded.clip_tokens:
+            processors = {**processors, **rules_processor()}
+        if SpeechTokenFiles.read(model) is not None:
+            processors = {**processors, **order_processor()}
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
         runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
         runner.record_decode(capacity.max_rows, capacity.max_model_len)
         # Costs nothing before the first request that has a grammar.
         fork_server = mask_process.fork_server(str(model), capacity.max_rows)
         masks = Masks(fork_server, capacity.max_rows, loaded.vocab_size, jumps=False)
-        return cls(runner, capacity, max_batch_tokens, batch_processors, masks, processors)
+        return cls(runner, capacity, max_batch_tokens, batch_processors, masks, processors, *guesses)
 
     def close(self) -> None:
         """End the process that enforces grammars, if there is one. Idempotent."""
@@ -148,6 +168,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
     def backend(self) -> str:
         """The kind of backend, in words."""
         return self._runner.description
+
+    @property
+    def device(self) -> str:
+        return str(self._runner.loaded.device)
 
     @property
     def max_batch_size(self) -> int:
@@ -179,14 +203,18 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
 
         A context that its caller has chunked takes a chunk in a step, and gets no token for it. ValueError when the
         batch cannot be held (nothing has changed then), or when a request failed (it is cancelled and released then,
-        the others keep their new tokens for the next call).
+        the others keep their new tokens for the next call). A context may bring guesses at its next tokens
+        (`SpecDecodingState.draft_tokens_to_verify`): several are verified in one forward pass, and those that held are
+        `maybe_accepted_draft_tokens`.
         """
         contexts = inputs.flat_batch
         for context in contexts:
             self._check(context)
         self._check_room([context for context in contexts if not context.is_done], inputs.num_steps)
-        for _ in range(inputs.num_steps):
-            self._advance([context for context in contexts if not context.is_done])
+        self._guesses.begin(contexts)
+        self._left = {context.request_id: inputs.num_steps for context in contexts}
+        while going := [one for one in contexts if not one.is_done and self._left[one.request_id] > 0]:
+            self._advance(going)
         return {context.request_id: context.to_generation_output() for context in contexts}
 
     def next_token(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
@@ -202,33 +230,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             self._dropped.append(row.index)
 
     def _check(self, context: TextContext) -> None:
-        name = str(context.request_id)
-        tokens = context.tokens.all
-        vocab_size = self._runner.loaded.vocab_size
-        if not context.is_done and len(tokens) >= self.max_length:
-            raise ValueError(
-                f"request {name} has {len(tokens)} tokens: at most {self.max_length - 1} leave room for more"
-            )
-        if isinstance(context, TextAndVisionContext):
-            # Their embeddings are replaced.
-            tokens = tokens[~np.isin(tokens, context.vision_token_ids)]
-        low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"request {name} has token ids from {low} to {high}: the model has 0 to {vocab_size - 1}")
-        if context.grammar is None and context.json_schema is not None:
-            raise ValueError(f"request {name} has a schema, which is not compiled: let TextTokenizer make its context")
-        if context.grammar is not None and self._masks is None:
-            raise ValueError(f"request {name} has a grammar: this pipeline was made without masks, for free text only")
-        if context.log_probabilities_echo or context.sampling_params.prompt_logprobs_from is not None:
-            raise ValueError(f"request {name}: log_probabilities are those of generated tokens only, without echo")
-        if not 0 <= context.log_probabilities <= MOST_TOP_LOGPROBS:
-            raise ValueError(
-                f"request {name}: log_probabilities must be 0 to {MOST_TOP_LOGPROBS}, got {context.log_probabilities}"
-            )
+        check_context(context, self.max_length, self._runner.loaded.vocab_size, self._masks is not None)
         self._adapters.handle(context.adapter)
-        check_named(self._processors, context.sampling_params.named_processors, f"request {name}: ")
-        if context.hidden_states or context.prompt_embeddings is not None:
-            raise ValueError(f"request {name}: this pipeline takes tokens and gives tokens, no vectors")
+        check_named(self._processors, context.sampling_params.named_processors, f"request {context.request_id}: ")
 
     def _check_room(self, contexts: Sequence[TextContext], num_steps: int) -> None:
         new = sum(context.request_id not in self._rows for context in contexts)
@@ -257,13 +261,16 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         return max(0, -(-length // self._capacity.block_size) - (len(row.blocks) if row else 0))
 
     def _advance(self, contexts: Sequence[TextContext]) -> None:
-        """Compute one token, or its caller's chunk, for each."""
+        """Compute one token, or its caller's chunk, for each; more tokens where guesses are right."""
+        before = {context.request_id: len(context.tokens) for context in contexts}
         waiting = deque(contexts)
         while waiting:
             batch, joins, cut = self._next_batch(waiting)
             self._step(batch, joins)
             if cut is not None:
                 waiting.appendleft(cut)
+        for context in contexts:
+            self._left[context.request_id] -= max(1, len(context.tokens) - before[context.request_id])
 
     def _next_batch(self, waiting: deque[TextContext]) -> tuple[list[TextContext], list[Join], TextContext | None]:
         """Take as many as one forward can hold. The last context may be cut to a chunk for that, and is returned."""
@@ -309,7 +316,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 tokens=tokens.all.astype(np.int32),
                 prompt_len=context.prompt_length,
                 start=row.computed,
-                sampling=_values(context),
+                sampling=values_of(context),
                 grammar=RowGrammar.of(context),
                 images=context.images if isinstance(context, TextAndVisionContext) else [],
                 adapter=row.adapter,
@@ -319,29 +326,40 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
     def _step(self, batch: Sequence[TextContext], joins: list[Join]) -> None:
         rows = [self._rows[context.request_id] for context in batch]
         self._steps += 1
+        ahead = self._ahead(batch)
         step = Step(
             incarnation=1,
             epoch=0,
             step=self._steps,
             rows=np.array([row.index for row in rows], np.int32),
             ntok=np.array([context.tokens.active_length for context in batch], np.int32),
-            new_blocks=np.array([new for context in batch for new in self._allocate(context)], np.int32).reshape(-1, 3),
+            new_blocks=self._allocate(batch, ahead),
             drop=np.array(self._dropped, np.int32),
             joins=joins,
+            ahead=ahead,
         )
         self._dropped.clear()
         self._logits.sampling = [context for context in batch if not context.tokens.actively_chunked]
         self._update(batch, self._engine.step(step))
 
-    def _allocate(self, context: TextContext) -> list[tuple[int, int, int]]:
-        """Allocate blocks for the tokens that are computed next. Returns entries of `Step.new_blocks`."""
-        row = self._rows[context.request_id]
+    def _ahead(self, batch: Sequence[TextContext]) -> NDArray[np.int32] | None:
+        """Return how many guesses each may verify in a step, in a pipeline that verifies guesses."""
+        if not self._guessing:
+            return None
+        rows = {self._rows[context.request_id].index: context for context in batch}
+        return self._guesses.plan(rows, self._left, self.max_length, self._max_batch_tokens - len(batch))
+
+    def _allocate(self, batch: Sequence[TextContext], ahead: NDArray[np.int32] | None) -> NDArray[np.int32]:
+        """Allocate blocks for the tokens that are computed next. Returns `Step.new_blocks`."""
         new = []
-        for _ in range(self._blocks_short(context, context.tokens.current_position)):
-            block = self._free_blocks.popleft()
-            new.append((row.index, len(row.blocks), block))
-            row.blocks.append(block)
-        return new
+        for i, context in enumerate(batch):
+            row = self._rows[context.request_id]
+            length = context.tokens.current_position + (0 if ahead is None else int(ahead[i]))
+            for _ in range(self._blocks_short(context, length)):
+                block = self._free_blocks.popleft()
+                new.append((row.index, len(row.blocks), block))
+                row.blocks.append(block)
+        return np.array(new, np.int32).reshape(-1, 3)
 
     def _update(self, batch: Sequence[TextContext], result: StepResult) -> None:
         logprobs = [None] * len(result.rows) if result.logprobs is None else result.logprobs.tolist()
@@ -349,7 +367,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             row: (token, logprob)
             for row, token, logprob in zip(result.rows.tolist(), result.tokens.tolist(), logprobs, strict=True)
         }
-        reported = {} if result.reports is None else {owner: report for owner, _, report in result.reports.entries()}
+        reported = {}
+        if result.reports is not None:
+            reported = {(owner, position): report for owner, position, report in result.reports.entries()}
+        following = following_tokens(result)
         failures = []
         for context in batch:
             row = self._rows[context.request_id]
@@ -362,27 +383,18 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             if context.tokens.actively_chunked:
                 context.tokens.advance_chunk()
                 continue
-            token, logprob = sampled[row.index]
-            entry = LogProbabilities([logprob], [{token: logprob}]) if _wants_logprobs(context) else None
-            context.update(token, reported.get(row.index, entry))
-            row.tokens = np.append(row.tokens, token)
-            if not context.is_done and len(context.tokens) >= self.max_length:
-                context.status = GenerationStatus.MAXIMUM_LENGTH
+            drawn = [sampled[row.index], *following.get(row.index, [])]
+            self._guesses.note(context, [token for token, _ in drawn])
+            for i, (token, logprob) in enumerate(drawn):
+                if context.is_done:
+                    # The engine knows tokens behind the end: the row joins anew if its request goes on.
+                    row.tokens = row.tokens[:0]
+                    break
+                entry = LogProbabilities([logprob], [{token: logprob}]) if wants_logprobs(context) else None
+                context.update(token, reported.get((row.index, len(context.tokens)), entry))
+                row.tokens = np.append(row.tokens, token)
+                row.computed += min(i, 1)
+                if not context.is_done and len(context.tokens) >= self.max_length:
+                    context.status = GenerationStatus.MAXIMUM_LENGTH
         if failures:
             raise ValueError("; ".join(failures))
-
-
-def _wants_logprobs(context: TextContext) -> bool:
-    return context.log_probabilities > 0 or context.sampling_params.logprobs != LogprobMode.NONE
-
-
-def _values(context: TextContext) -> SamplingParams:
-    """Return the context's values for the engine: with its own end rules, and without processors, which run here."""
-    params = context.sampling_params
-    mode = params.logprobs
-    if context.log_probabilities and mode == LogprobMode.NONE:
-        mode = LogprobMode.TEMPERED
-    ends = sorted(context.eos_tracker.eos_token_ids)
-    # The chosen token's alone needs no report.
-    top = max(params.top_logprobs, context.log_probabilities if context.log_probabilities > 1 else 0)
-    return replace(params, stop=None, stop_token_ids=ends, logprobs=mode, top_logprobs=top, logits_processors=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from interfaces import PoolingTask
@@ -19,6 +21,7 @@ from model_worker.pooling.heads import (
 from model_worker.pooling.loaded import Loaded
 from model_worker.pooling.modules import vector_modules
 from model_worker.pooling.several_heads import with_other_heads
+from model_worker.pooling.static_head import static_head
 from shared.pooling_files import PoolingFiles
 
 
@@ -29,9 +32,19 @@ def head_of(loaded: Loaded, hidden_size: int) -> Head:
     if task in ("embed", "embed_tokens"):
         by_token = task == "embed_tokens"
         modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token)
+        routes = {
+            kind: vector_modules(replace(files, modules=some), hidden_size, loaded.causal, loaded.device, by_token)
+            for kind, some in files.routes.items()
+        }
+        if widths := {kind: each.width for kind, each in routes.items() if each.width != modules.width}:
+            kind, width = next(iter(widths.items()))
+            raise ModelRefused(
+                files.source,
+                f"vectors of kind {kind!r} have {width} numbers and others {modules.width}: they must agree",
+            )
         if by_token:
-            return VectorHead(modules, frozenset({PoolingTask.EMBED_TOKENS}))
-        vectors = VectorHead(modules, frozenset({PoolingTask.EMBED, PoolingTask.EMBED_TOKENS}))
+            return VectorHead(modules, frozenset({PoolingTask.EMBED_TOKENS}), routes)
+        vectors = VectorHead(modules, frozenset({PoolingTask.EMBED, PoolingTask.EMBED_TOKENS}), routes)
         return with_other_heads(vectors, files, loaded.vocab_size, loaded.device)
     if files.score_modules:
         modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token=False)
@@ -50,8 +63,21 @@ def head_of(loaded: Loaded, hidden_size: int) -> Head:
     return LabelHead(head, loaded.causal, files.multi_label)
 
 
+def static_heads(loaded: Loaded) -> Mapping[str, Head]:
+    """Return the heads of texts that go through no transformer, by their kind. Raises ModelRefused."""
+    files = loaded.files
+    static = {kind: modules for kind, modules in files.routes.items() if files.is_static(kind)}
+    if loaded.task == "sparse":
+        return {kind: static_head(files, modules, loaded.vocab_size) for kind, modules in static.items()}
+    if static:
+        kind = next(iter(static))
+        raise ModelRefused(files.source, f"texts of kind {kind!r} get weights of words: serve it with task sparse")
+    return {}
+
+
 def _sparse_head(files: PoolingFiles, head: ModelHead) -> SparseHead:
-    config = next((module.config for module in files.of_kind("SpladePooling")), {})
+    every = (module for modules in (files.modules, *files.routes.values()) for module in modules)
+    config = next((module.config for module in every if module.kind == "SpladePooling"), {})
     strategy = config.get("pooling_strategy", "max")
     activation = config.get("activation_function", "relu")
     if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):

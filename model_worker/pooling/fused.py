@@ -17,6 +17,7 @@ from model_worker.cpu.encoder.pattern import require_form
 from model_worker.cpu.gemm.packed_linear import pack_linears
 from model_worker.pooling.backbone import parameters
 from model_worker.pooling.texts import Texts
+from model_worker.pooling.torch_threads import one_thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +38,13 @@ class Fused:
         if "token_type_ids" in parameters(kind):
             types = torch.zeros_like(texts.tokens) if texts.types is None else texts.types
             arguments["token_type_ids"] = types[None]
-        embedded = embeddings(**arguments)
-        if hasattr(self.model, "embeddings_project"):
-            embedded = self.model.embeddings_project(embedded)
-        # Embeddings end in a norm or a product, so nothing else has this memory: the layers write into it.
-        states = embedded[0].float().contiguous()
-        return self.layers.run(states, texts.starts, texts.seen).to(embedded.dtype)
+        with one_thread():
+            embedded = embeddings(**arguments)
+            if hasattr(self.model, "embeddings_project"):
+                embedded = self.model.embeddings_project(embedded)
+            # Embeddings end in a norm or a product, so nothing else has this memory: the layers write into it.
+            states = embedded[0].float().contiguous()
+            return self.layers.run(states, texts.starts, texts.seen).to(embedded.dtype)
 
 
 def fused(model: nn.Module, padding: int) -> Iterator[Fused]:

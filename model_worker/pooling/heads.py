@@ -7,9 +7,9 @@ how poolers are called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,20 +47,22 @@ class Head(Protocol):
 
 @dataclass
 class VectorHead:
-    """Vectors of texts, and of their tokens."""
+    """Vectors of texts, and of their tokens. `routes` are the modules of texts of certain kinds."""
 
     modules: VectorModules
     tasks: frozenset[PoolingTask]
+    routes: Mapping[str, VectorModules] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
         return self.modules.width
 
     def __call__(self, hidden: Tensor, texts: Texts, options: PoolingContext) -> Values:
+        modules = self.routes.get(options.route, self.modules)
         if options.task is PoolingTask.EMBED_TOKENS:
-            values, rows = kept_tokens(self.modules.tokens(hidden), texts)
+            values, rows = kept_tokens(modules.tokens(hidden), texts)
         else:
-            values = self.modules.texts(hidden, texts)
+            values = modules.texts(hidden, texts)
             rows = [1] * len(texts.lengths)
         if options.dimensions is not None:
             values = values[:, : options.dimensions]

@@ -37,13 +37,14 @@ from model_worker.loading.checkpoint import (
     weights_dtype,
 )
 from model_worker.loading.quantized.read import is_quantized
-from model_worker.loading.rope import pin_longrope
+from model_worker.loading.rope import pin_rope
 from model_worker.loading.weights import open_checkpoint, reported_weights
 from model_worker.model import ModelRefused, Progress, check_positions, first_line
 from model_worker.pooling import verify
+from model_worker.pooling.adapters import PoolingAdapters, module_names
 from model_worker.pooling.attention import PACKED_ATTENTION
 from model_worker.pooling.backbone import Backbone, Packed, Padded
-from model_worker.pooling.choose_head import head_of, labels_of
+from model_worker.pooling.choose_head import head_of, labels_of, static_heads
 from model_worker.pooling.fused import Fused, fused
 from model_worker.pooling.heads import LabelHead, ScoreHead, SparseHead, TokenLabelHead
 from model_worker.pooling.judge import Judge
@@ -53,6 +54,7 @@ from model_worker.pooling.smoothing import scale_inputs, smooth
 from model_worker.pooling.texts import Texts
 from model_worker.vision.composite import decoder_of
 from model_worker.vision.family import is_composite
+from shared.listening import LISTENING_TYPES
 from shared.load_errors import broken_file
 from shared.pooling_files import PoolingFiles, task_of
 
@@ -112,7 +114,7 @@ def load_pooling(
     nn.Module.to(model, target)
     if target.type == "cpu":
         separate_joined(model.base_model)
-    pin_longrope(model, length)
+    pin_rope(model, length)
     embeddings: Any = model.get_input_embeddings()
     loaded = Loaded(
         files=files,
@@ -142,7 +144,8 @@ def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
     typical = verify.framed(texts, *loaded.files.frame_tokens)
     if max(typical.lengths) > loaded.max_model_len:
         typical = texts
-    if is_base and getattr(model, "pooler", None) is not None:
+    pooler = getattr(model, "pooler", None) if is_base else None
+    if pooler is not None:
         # BERT's pooler reads the hidden states and changes none of them.
         setattr(model, "pooler", None)  # noqa: B010 (torch types attributes as modules)
     try:
@@ -169,6 +172,9 @@ def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
         reason = verify.logits_differ(head.head, states, texts, logits, last=getattr(head, "last", False))
         if reason is not None:
             raise ModelRefused(architecture, reason)
+    base: Any = loaded.base
+    adapted = _of_modules(loaded, texts, states) if isinstance(backbone, Fused) else backbone
+    names = module_names(model, base, pooler)
     return Pooler(
         architecture=architecture,
         device=loaded.device,
@@ -180,6 +186,8 @@ def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
         quantization=quantization,
         backbone=backbone,
         head=head,
+        static=static_heads(loaded),
+        adapters=None if adapted is None else PoolingAdapters(base, names, adapted),
         waits_for_kernels=loaded.waits_for_kernels,
     )
 
@@ -221,7 +229,7 @@ def multiplies_bfloat16() -> bool:
 def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch.dtype | str) -> PreTrainedModel:
     architecture = str((config.architectures or [config.model_type])[0])
     auto: Any = _CLASSES[task]
-    composite = auto is AutoModel and is_composite(config)
+    composite = auto is AutoModel and is_composite(config) and config.model_type not in LISTENING_TYPES
     if composite:
         auto = AutoModelForImageTextToText
     if task in ("rerank", "classify") and files.score_modules:
@@ -314,14 +322,25 @@ def _backbone(loaded: Loaded, texts: Texts, expected: Tensor, judge: Judge | Non
 
 def _backbones(loaded: Loaded) -> Iterator[Backbone]:
     """Set up one way to run the model after another."""
-    model: Any = loaded.base
-    padding = getattr(loaded.config, "pad_token_id", None) or 0
-    own = model.config._attn_implementation
     if loaded.device.type == "cpu" and loaded.has_kernels:
         try:
-            yield from fused(model, padding)
+            yield from fused(loaded.base, _padding(loaded))
         except UnsupportedPattern as reason:
             log.info("%s runs on transformers' layers, since %s", type(loaded.model).__name__, reason)
+    yield from _module_backbones(loaded)
+
+
+def _of_modules(loaded: Loaded, texts: Texts, expected: Tensor) -> Backbone | None:
+    """Return the first way to run transformers' own layers that gives the expected states; None if none does."""
+    found = (one for one in _module_backbones(loaded) if verify.states_differ(one, texts, expected) is None)
+    return next(found, None)
+
+
+def _module_backbones(loaded: Loaded) -> Iterator[Packed | Padded]:
+    """Set up one way to run transformers' own layers after another."""
+    model: Any = loaded.base
+    padding = _padding(loaded)
+    own = model.config._attn_implementation
     if model._can_set_attn_implementation() and _takes_positions(model):
         model.set_attn_implementation(PACKED_ATTENTION)
         yield Packed(model, 0)
@@ -329,6 +348,10 @@ def _backbones(loaded: Loaded) -> Iterator[Backbone]:
         yield Packed(model, padding + 1)
         model.set_attn_implementation(own)
     yield Padded(model, padding)
+
+
+def _padding(loaded: Loaded) -> int:
+    return getattr(loaded.config, "pad_token_id", None) or 0
 
 
 def _takes_positions(model: nn.Module) -> bool:

@@ -18,7 +18,8 @@ from torch.nn.functional import normalize
 from model_worker.model import ModelRefused
 from model_worker.pooling.reduce import pool
 from model_worker.pooling.texts import Texts
-from shared.pooling_files import COLBERT, PoolingFiles, PoolingModule, file_of, is_transformer, pooling_modes
+from shared.pooling_files import COLBERT, PoolingFiles, pooling_modes
+from shared.pooling_modules import PoolingModule, file_of, is_transformer
 
 Step = Callable[[Tensor], Tensor]
 

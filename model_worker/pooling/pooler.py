@@ -5,16 +5,17 @@ Knows a backbone and a head. Does not know where either comes from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interfaces import PoolingContext, PoolingTask
+from model_worker.pooling.adapters import PoolingAdapters
 from model_worker.pooling.backbone import Backbone
-from model_worker.pooling.heads import Head
+from model_worker.pooling.heads import Head, Values
 from model_worker.pooling.texts import Texts, passes
 
 
@@ -32,6 +33,10 @@ class Pooler:
     quantization: str
     backbone: Backbone
     head: Head
+    # Heads of texts that go through no backbone, by their kind.
+    static: Mapping[str, Head] = field(default_factory=dict)
+    # None: it takes no adapters.
+    adapters: PoolingAdapters | None = None
     # Whether it would be faster with kernels that are not compiled yet.
     waits_for_kernels: bool = False
 
@@ -62,7 +67,7 @@ class Pooler:
         order: list[NDArray[np.int64]] = []
         for places in passes(texts.lengths, self.max_batch_tokens):
             packed = Texts.take(texts, places, self.device)
-            found = self.head(self.backbone(packed), packed, texts)
+            found = self._found(packed, texts)
             rows[places] = found.rows
             pieces.append(found.values.cpu().numpy())
             order.append(places)
@@ -70,6 +75,18 @@ class Pooler:
         if not np.isfinite(values).all():
             raise ValueError(f"the values of {self.architecture} in {self.dtype} are not finite: use dtype float32")
         return _in_order(values, rows, np.concatenate(order)), rows
+
+    def _found(self, packed: Texts, texts: PoolingContext) -> Values:
+        static = self.static.get(texts.route)
+        if static is not None:
+            # No adapter has anything for these.
+            return static(torch.empty(0), packed, texts)
+        if not texts.adapter_handle:
+            return self.head(self.backbone(packed), packed, texts)
+        if self.adapters is None:
+            raise ValueError(f"{self.architecture} takes no adapters: ask for the model itself")
+        with self.adapters.rows(texts.adapter_handle):
+            return self.head(self.adapters.backbone(packed), packed, texts)
 
     def _check(self, texts: PoolingContext) -> None:
         if texts.task not in self.tasks:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from model_worker.pooling.texts import Texts
+from model_worker.pooling.torch_threads import one_thread
 
 
 def pool(hidden: Tensor, texts: Texts, modes: Sequence[str]) -> Tensor:
     """Return [texts, len(modes) * width] of hidden states [T, width]: the vectors of all modes, one after another."""
-    states = hidden.float()
-    vectors = [_MODES[mode](states, texts) for mode in modes]
-    return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
+    with one_thread():
+        states = hidden.float()
+        vectors = [_MODES[mode](states, texts) for mode in modes]
+        return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
 
 
 def largest(values: Tensor, texts: Texts) -> Tensor:

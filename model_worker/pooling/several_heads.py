@@ -20,7 +20,8 @@ from interfaces import PoolingContext, PoolingTask
 from model_worker.model import ModelRefused
 from model_worker.pooling.heads import Head, Values, VectorHead
 from model_worker.pooling.texts import Texts
-from shared.pooling_files import PoolingFiles, file_of
+from shared.pooling_files import PoolingFiles
+from shared.pooling_modules import file_of
 
 _SPARSE = "sparse_linear"
 _TOKENS = "colbert_linear"

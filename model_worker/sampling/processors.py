@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from interfaces import BatchProcessorInputs, LogitsProcessor, ProcessorInputs, TextContext
 from model_worker.sampling.registry import Processor, ProcessorForm, read_all
+from model_worker.sampling.slots import SlotParams, Slots, Slotted
 from model_worker.sampling.stages import JoiningRow, Stage
 
 log = logging.getLogger(__name__)
@@ -42,10 +43,11 @@ class ProcessedRow:
     own: dict[str, LogitsProcessor]
     request: Request | None
     context: TextContext | None
+    slotted: dict[str, Slotted] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        return [*self.parameters, *self.own]
+        return [*self.parameters, *self.own, *self.slotted]
 
 
 class ProcessedRows(Stage[ProcessedRow]):
@@ -55,6 +57,8 @@ class ProcessedRows(Stage[ProcessedRow]):
         super().__init__(max_rows)
         self._processors = processors
         self._failures: dict[int, str] = {}
+        in_slots = (name for name, processor in processors.items() if processor.form is ProcessorForm.SLOTS)
+        self._slots = {name: Slots(processors[name].call) for name in in_slots}
 
     def state_of(self, joining: JoiningRow) -> ProcessedRow | None:
         params = joining.params
@@ -68,14 +72,20 @@ class ProcessedRows(Stage[ProcessedRow]):
             return None
         forms = {processor.form for processor in made.values()}
         request = None
-        if ProcessorForm.LOGITS in forms:
+        listed = {ProcessorForm.LOGITS, ProcessorForm.SLOTS}
+        if forms & listed:
             request = Request(joining.prompt.tolist(), joining.emitted.tolist())
-        row = ProcessedRow({}, {}, request, _context(joining) if forms - {ProcessorForm.LOGITS} else None)
+        row = ProcessedRow({}, {}, request, _context(joining) if forms - listed else None)
         for name, processor in made.items():
             if processor.form is ProcessorForm.REQUEST:
                 row.own[name] = _made(name, processor, given[name])
             elif processor.form is ProcessorForm.LOGITS:
                 row.parameters[name] = {**given[name], "__req__": request}
+            elif processor.form is ProcessorForm.SLOTS:
+                assert request is not None
+                values = SlotParams.of(params, given[name])
+                _check_slotted(name, processor, values)
+                row.slotted[name] = Slotted(values, request.origin_input_ids, request.output_ids)
             else:
                 row.parameters[name] = given[name]
         return row
@@ -93,6 +103,9 @@ class ProcessedRows(Stage[ProcessedRow]):
     ) -> None:
         groups: dict[str, list[int]] = defaultdict(list)
         for i, row in enumerate(rows):
+            if row in self._failures:
+                logits[index[i]] = torch.nan
+                continue
             for name in self._states[row].names:
                 groups[name].append(i)
         for name, processor in self._processors.items():
@@ -113,7 +126,8 @@ class ProcessedRows(Stage[ProcessedRow]):
             for i, row in zip(index, rows, strict=True):
                 self._guard(name, logits, [i], [row], partial(self._run_own, name, logits[i : i + 1], row))
             return
-        run = self._run_batch if processor.form is ProcessorForm.BATCH else self._run_logits
+        runs = {ProcessorForm.BATCH: self._run_batch, ProcessorForm.SLOTS: self._run_slots}
+        run = runs.get(processor.form, self._run_logits)
         self._guard(name, logits, index, rows, partial(run, name, processor, logits, index, rows))
 
     def _guard(
@@ -124,9 +138,8 @@ class ProcessedRows(Stage[ProcessedRow]):
         except Exception as error:  # whatever the operator's code raises
             log.exception("the logits processor %s failed", name)
             logits[index] = torch.nan
-            reason = f"the logits processor {name!r} failed: {type(error).__name__}"
             for row in rows:
-                self._failures.setdefault(row, reason)
+                self._failures.setdefault(row, _reason(name, error))
 
     def _run_own(self, name: str, logits: torch.Tensor, row: int) -> None:
         state = self._states[row]
@@ -146,6 +159,22 @@ class ProcessedRows(Stage[ProcessedRow]):
         _check_in_place(inputs.logits, part)
         logits[index] = part
 
+    def _run_slots(
+        self, name: str, processor: Processor, logits: torch.Tensor, index: list[int], rows: list[int]
+    ) -> None:
+        everyone = {
+            row: state.slotted[name]
+            for row, state in self._states.items()
+            if name in state.slotted and row not in self._failures
+        }
+        try:
+            logits[index] = self._slots[name].apply(logits[index], rows, everyone)
+        except Exception as error:  # whatever the operator's code raises
+            # What it has heard of the others is not known either, so none of them may go on without it.
+            for row in everyone:
+                self._failures.setdefault(row, _reason(name, error))
+            raise
+
     def _run_logits(
         self, name: str, processor: Processor, logits: torch.Tensor, index: list[int], rows: list[int]
     ) -> None:
@@ -154,6 +183,20 @@ class ProcessedRows(Stage[ProcessedRow]):
         if not isinstance(result, torch.Tensor) or result.shape != part.shape:
             raise ValueError("a processor must return logits of the shape that it was given")
         logits[index] = result
+
+
+def _reason(name: str, error: Exception) -> str:
+    return f"the logits processor {name!r} failed: {type(error).__name__}"
+
+
+def _check_slotted(name: str, processor: Processor, values: SlotParams) -> None:
+    check = getattr(processor.call, "validate_params", None)
+    try:
+        if check is not None:
+            check(values)
+    except Exception as error:  # whatever the operator's code raises
+        reason = str(error) if isinstance(error, ValueError) else type(error).__name__
+        raise ValueError(f"the logits processor {name!r} refuses its parameters: {reason}") from error
 
 
 def _check_in_place(logits: Any, given: torch.Tensor) -> None:

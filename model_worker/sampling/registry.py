@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from shared.parameter_schema import check_schema, problem
 
@@ -24,6 +27,8 @@ ENTRY_POINTS = "tokenyard.logits_processors"
 ALL_INSTALLED = "installed"
 # The name of a module's dict of processors.
 OFFERED = "LOGITS_PROCESSORS"
+# vLLM's constructor takes the most requests of a batch: processors of that form get this number.
+MOST_SLOTS = 4096
 # Parameters may be any object, where a processor has no schema.
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -33,12 +38,14 @@ class ProcessorForm(Enum):
 
     REQUEST is made for each request, from its parameters, and called with `ProcessorInputs`. BATCH is made once,
     without arguments, and called once a step with `BatchProcessorInputs`. LOGITS is made once, and called as SGLang's:
-    `processor(logits [rows, vocab], parameters of each row) -> logits`.
+    `processor(logits [rows, vocab], parameters of each row) -> logits`. SLOTS is made once, as vLLM's: of a config, a
+    device and whether memory is pinned. It hears of requests by `update_state`, and `apply` changes the logits of all.
     """
 
     REQUEST = "request"
     BATCH = "batch"
     LOGITS = "logits"
+    SLOTS = "slots"
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,8 @@ def _processor(name: str, made: Any) -> Processor:
     except (TypeError, ValueError) as error:
         raise ValueError(f"the logits processor {name} has no usable parameter_schema: {error}") from None
     keeps_largest = bool(getattr(made, "keeps_largest", False))
+    if hasattr(made, "update_state") and hasattr(made, "apply"):
+        return _slot_processor(name, made, schema)
     if _arguments(made, name)[0]:
         return Processor(ProcessorForm.REQUEST, made, schema, keeps_largest)
     try:
@@ -158,6 +167,17 @@ def _processor(name: str, made: Any) -> Processor:
     # SGLang's second argument has a default.
     form = ProcessorForm.BATCH if _arguments(instance, name)[1] == 1 else ProcessorForm.LOGITS
     return Processor(form, instance, schema, keeps_largest)
+
+
+def _slot_processor(name: str, made: Any, schema: Mapping[str, Any]) -> Processor:
+    """Make a processor of vLLM's form. Of vLLM's config there is what bounds a batch."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_SLOTS))
+    try:
+        instance = made(config, torch.device("cpu"), False)
+        keeps_largest = bool(instance.is_argmax_invariant())
+    except Exception as error:  # whatever the operator's code raises
+        raise ValueError(f"the logits processor {name} cannot be made: {error}") from error
+    return Processor(ProcessorForm.SLOTS, instance, schema, keeps_largest)
 
 
 def _arguments(called: Callable[..., Any], name: str) -> tuple[int, int]:

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.device_copy import upload
-from model_worker.sampling import draw_cuda, rng
+from model_worker.sampling import draw_cuda, draw_triton, rng
 from model_worker.sampling.draw import Choices, choose, only_kept
 from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.sampling.penalties import PenaltyStage
@@ -104,6 +104,8 @@ class SamplerRows:
         self._device = device
         self._has_kernels = has_kernels
         self._wanted: dict[int, Wanted] = {}
+        # How tokens are drawn that stay on the device.
+        self._draw_ahead: draw_triton.Draw = draw_cuda.draw
         self._processed = ProcessedRows(max_rows, processors or {})
         # In the order of their operations.
         self._stages: tuple[AnyStage, ...] = (
@@ -121,6 +123,8 @@ class SamplerRows:
         arguments = (torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
         neutral.sample(*arguments)
         if self._device.type == "cuda":
+            self._draw_ahead = draw_triton.proven(self._device, self._vocab_size)
+            neutral._draw_ahead = self._draw_ahead
             neutral.sample_ahead(*arguments)
 
     def join(
@@ -216,7 +220,7 @@ class SamplerRows:
             scaled = logits[index].float() - top[index, None].float()
             if (part["temperature"] != 1).any():
                 scaled.div_(upload(part["temperature"].copy(), logits.device)[:, None])
-            tokens = tokens.index_copy(0, index, draw_cuda.draw(scaled, _choices(part, positions[drawn])))
+            tokens = tokens.index_copy(0, index, self._draw_ahead(scaled, _choices(part, positions[drawn])))
         return torch.where(torch.isfinite(top), tokens, -1)
 
     def report_prompt(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from interfaces import ImageMetadata, Join
 from model_worker.rows import PackedStep
-from model_worker.vision.encoder import Encoder, EncoderCache, Features
+from model_worker.vision.encoder import Encoder, EncoderCache, FeatureKey, Features
 from model_worker.vision.family import Sight
 from model_worker.vision.positions import GridPositions, grid_positions
 
@@ -36,6 +36,11 @@ class ImageRow:
     joined: int
     # Images that are still to be encoded elsewhere.
     missing: list[int] = field(default_factory=list)
+    # That encoding for it has taken.
+    seconds: float = 0.0
+    # The handle of its adapter; 0: none. `content` is that of an adapter that changes features, once it has come.
+    adapter: int = 0
+    content: str = ""
 
     @property
     def end(self) -> int:
@@ -68,6 +73,8 @@ class ImageRows:
             positions=_NO_POSITIONS,
             prompt_len=join.prompt_len,
             joined=step,
+            adapter=join.adapter,
+            content=self.encoder.adapters.content(join.adapter),
         )
         self._rows[join.row] = row
         try:
@@ -104,17 +111,24 @@ class ImageRows:
 
     def encode(self, row: ImageRow, index: int) -> None:
         """Encode an image of a row, unless its features are kept. ValueError says what is wrong with the image."""
-        image = row.images[index]
-        features = self.cache.get(image.image_hash)
-        self.put(row, index, self.encoder.encode(image) if features is None else features)
+        features = self.cache.get(self.key(row, index))
+        if features is None:
+            features = self.encoder.encoded(row.images[index], row.adapter, row.content)
+            assert features is not None
+        self.put(row, index, features)
+
+    def key(self, row: ImageRow, index: int) -> FeatureKey | None:
+        """Return what the features of an image are kept by; None for an image that equals no other."""
+        image_hash = row.images[index].image_hash
+        return None if image_hash is None else (row.content, image_hash)
 
     def put(self, row: ImageRow, index: int, features: Features) -> None:
         """Take the features of an image. ValueError when they are not one vector for each of its tokens."""
-        self.cache.put(row.images[index].image_hash, features)
         if len(features) != len(row.places[index]):
             raise ValueError(
                 f"the model makes {len(features)} vectors of an image, and {len(row.places[index])} tokens stand for it"
             )
+        self.cache.put(self.key(row, index), features)
         row.features[index] = features
 
     def fill(self, packed: PackedStep) -> PackedStep:

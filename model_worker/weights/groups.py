@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # Time in which the other members of a group must come, and send.
 GROUP_SECONDS = 120
+# Bytes that a message of packed tensors exceeds with its last tensor, if there are as many: both sides count alike.
+PACKED_BYTES = 1 << 30
 # Types that tensors may be sent in, by torch's names.
 _DTYPES = {
     name: getattr(torch, name)
@@ -47,6 +51,10 @@ class Groups:
         self._device = device
         self._most_bytes = most_bytes
         self._groups: dict[str, Any] = {}
+        # Names of the groups whose trainer always sends packed tensors.
+        self._packed: set[str] = set()
+        # By the names of groups: the bytes that a message of packed tensors exceeds.
+        self._packed_bytes: dict[str, int] = {}
         self._commands: SimpleQueue[WeightsCommand] = SimpleQueue()
         self._done: deque[tuple[WeightsCommand, str]] = deque()
         self._thread: Thread | None = None
@@ -97,7 +105,7 @@ class Groups:
             case WeightsTask.LEAVE:
                 self._leave(group.name)
             case _:
-                self._receive(command, group.name)
+                self._receive(command, group)
 
     def _join(self, group: GroupSpec) -> None:
         if group.backend not in _BACKENDS:
@@ -108,14 +116,20 @@ class Groups:
             raise GroupRefused(f"this torch was built without {group.backend}")
         self._leave(group.name)
         self._groups[group.name] = _member(group)
+        if group.packed:
+            self._packed.add(group.name)
+        self._packed_bytes[group.name] = group.packed_bytes or PACKED_BYTES
 
     def _leave(self, name: str) -> None:
+        self._packed.discard(name)
+        self._packed_bytes.pop(name, None)
         found = self._groups.pop(name, None)
         if found is not None:
             dist.destroy_process_group(found)
 
-    def _receive(self, command: WeightsCommand, name: str) -> None:
+    def _receive(self, command: WeightsCommand, spec: GroupSpec) -> None:
         """Receive tensors, and write them to the command's path, if it has one."""
+        name = spec.name
         group = self._groups.get(name)
         if group is None:
             known = ", ".join(map(repr, self._groups)) or "none"
@@ -125,13 +139,27 @@ class Groups:
         _check_sender(command.sender, group)
         self._check(command.tensors)
         tensors: dict[str, Tensor] = {}
-        for spec in command.tensors:
-            # Zeros: where a sender sends too little, what memory held before must not become a weight.
-            tensor = torch.zeros(spec.shape, dtype=_DTYPES[spec.dtype], device=self._device)
-            dist.broadcast(tensor, group_src=command.sender, group=group)
-            tensors[spec.name] = tensor.cpu()
+        packed = spec.packed or name in self._packed
+        most = (spec.packed_bytes or self._packed_bytes[name]) if packed else 0
+        for message in _messages(command.tensors, most):
+            if most:
+                sizes = [_size(tensor) for tensor in message]
+                numbers = self._received(group, command.sender, [sum(sizes)], torch.uint8)
+                for tensor, part in zip(message, numbers.split(sizes), strict=True):
+                    tensors[tensor.name] = part.clone().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+            else:
+                (tensor,) = message
+                received = self._received(group, command.sender, tensor.shape, _DTYPES[tensor.dtype])
+                tensors[tensor.name] = received
         if command.path:
             keep(tensors, Path(command.path))
+
+    def _received(self, group: Any, sender: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """Receive one message."""
+        # Zeros: where a sender sends too little, what memory held before must not become a weight.
+        tensor = torch.zeros(shape, dtype=dtype, device=self._device)
+        dist.broadcast(tensor, group_src=sender, group=group)
+        return tensor.cpu()
 
     def _check(self, specs: list[TensorSpec]) -> None:
         """Refuse tensors that cannot be received, before the first is awaited."""
@@ -139,15 +167,33 @@ class Groups:
         for spec in specs:
             if spec.dtype not in _DTYPES:
                 raise GroupRefused(f"dtype {spec.dtype!r:.50} of {spec.name!r:.200} is none of {', '.join(_DTYPES)}")
-            count = 1
-            for length in spec.shape:
-                count *= length
-            size += count * _DTYPES[spec.dtype].itemsize
+            size += _size(spec)
             if min(spec.shape, default=0) < 0 or size > self._most_bytes:
                 raise GroupRefused(
                     f"shape {spec.shape} of {spec.name!r:.200} is too large: at most {self._most_bytes} bytes may be "
                     "sent at a time"
                 )
+
+
+def _size(spec: TensorSpec) -> int:
+    """Return the bytes of a tensor."""
+    size: int = math.prod(spec.shape) * _DTYPES[spec.dtype].itemsize
+    return size
+
+
+def _messages(specs: list[TensorSpec], most: int) -> Iterator[list[TensorSpec]]:
+    """Yield the tensors of each message: as many as it takes to exceed `most` bytes, or one if that is 0."""
+    message: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        message.append(spec)
+        size += _size(spec)
+        if not most or size > most:
+            yield message
+            message = []
+            size = 0
+    if message:
+        yield message
 
 
 def _check_sender(sender: int, group: Any) -> None:

@@ -86,9 +86,11 @@ class ServedModel:
         """Load a version beside the one that is used. Returns its stamp. WeightsRefused says why it cannot be used."""
         self.abandon()
         try:
-            stamp = stamp_of(version.source or self._own_source, version.overlays)
+            source = version.source or self._own_source
+            stamp = stamp_of(source, version.overlays)
             if version.stamp not in ("", stamp):
-                raise OSError(f"the files in {version.source or self._own_source} have changed since they were read")
+                remedy = f'POST /update_weights_from_disk {{"model_path": "{source}"}} serves them as they are now'
+                raise WeightsRefused(f"the files in {source} have changed since they were read: {remedy}")
             self._check_room(version)
             runner = self._runner_of(version)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:

@@ -40,6 +40,10 @@ class Matrix:
         """Return the values of these outputs: f32[last - first, inputs]."""
         return decode(self.kind, self.raw(first, last))
 
+    def part(self, first: int, last: int) -> Matrix:
+        """Return the matrix of these outputs, of one that is in the order of its file."""
+        return Matrix(self.name, self.kind, (last - first, self.shape[1]), self.rows[first:last])
+
     def in_order(self, order: NDArray[np.int64]) -> Matrix:
         """Return the matrix whose output i is the stored row order[i]."""
         return Matrix(self.name, self.kind, self.shape, self.rows, order)

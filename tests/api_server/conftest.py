@@ -27,11 +27,13 @@ from tokenizers import Tokenizer as Backend
 from api_server.__main__ import _Server, tls_options
 from api_server.access_log import logged
 from api_server.app import create
+from api_server.batch_service import run_batches
 from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
 from api_server.text.pooled_model import PooledModel
 from api_server.text.tokenizer import Tokenizer
+from api_server.tracing.start import traced
 from interfaces.context.pooling import PoolingContext
 from interfaces.messages import (
     Action,
@@ -40,6 +42,8 @@ from interfaces.messages import (
     AdapterState,
     AdapterStatus,
     Cancel,
+    DecisionsAnswer,
+    DecisionsInquiry,
     Detach,
     Finish,
     Goodbye,
@@ -62,8 +66,10 @@ from interfaces.request.sampling import SamplingParams
 from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError
 from interfaces.wire.codec import decode
+from scheduler.request_log import RequestLog
 from scheduler.sessions import Sessions
 from shared.endpoints import RunDirectory
+from shared.otel_settings import OtelSettings
 from shared.settings import Settings
 from shared.sockets import bind_router, send_to
 
@@ -169,6 +175,8 @@ class SchedulerDouble:
     refuse_weights: str = ""
     weights_orders: list[WeightsOrder] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
+    request_log: RequestLog = field(default_factory=RequestLog)
+    """Decisions that the double answers with; it makes none itself."""
     sessions: Sessions = field(default_factory=Sessions)
     hidden_size: int = 4
     tasks: list[str] = field(default_factory=list)
@@ -295,6 +303,9 @@ class SchedulerDouble:
             send_to(router, replica, WeightsAnswer(self.incarnation, message.number, self.refuse_weights, "default"))
         elif isinstance(message, AdapterOrder):
             self._obey_adapter(router, replica, message)
+        elif isinstance(message, DecisionsInquiry):
+            decisions = self.request_log.decisions(message.request_ids)
+            send_to(router, replica, DecisionsAnswer(self.incarnation, message.number, decisions))
         elif isinstance(message, SessionOrder):
             send_to(router, replica, self.sessions.obey(message, self.incarnation))
         elif isinstance(message, Submit):
@@ -531,7 +542,11 @@ class PromptServer(_Server):
 
 @contextmanager
 def serving(
-    double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, settings: Settings
+    double: SchedulerDouble,
+    run_directory: RunDirectory,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    otel: OtelSettings | None = None,
 ) -> Iterator[LiveServer]:
     listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
@@ -541,9 +556,11 @@ def serving(
         engine = EngineClient(run_directory.api_endpoint, "test")
         engine.start()
         found["state"] = ServerState(settings, tokenizer, engine, PooledModel.of(settings))
+        application = create(found["state"])
+        tracing = traced(application, otel, [engine], application.metrics.traced)
         found["web"] = PromptServer(
             uvicorn.Config(
-                logged(create(found["state"]), settings),
+                logged(tracing.application, settings),
                 http=HttpProtocol,
                 ws="none",
                 loop="none",
@@ -556,9 +573,13 @@ def serving(
             )
         )
         serving = asyncio.ensure_future(found["web"].serve(sockets=[listener]))
+        batches = asyncio.ensure_future(run_batches(application))
         started.set()
         await serving
-        await found["state"].close_images()
+        batches.cancel()
+        await asyncio.gather(batches, return_exceptions=True)
+        await tracing.close()
+        await found["state"].close_media()
         await found["state"].constraints.close()
         engine.close()
 

@@ -298,6 +298,19 @@ def test_whatever_gets_a_connection_to_a_server_that_is_stopped_is_served(
         assert process.popen.wait(60) == 0
 
 
+def test_the_next_process_opens_the_door_of_one_that_was_ended(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
+) -> None:
+    """The socket, which the supervisor holds, may still ignore new connections."""
+    with started(run_directory, listener) as process:
+        process.wait_ready()
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(60) == 0
+    with started(run_directory, listener) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+
+
 def _children(process: Process) -> str:
     return "\n".join(" ".join(child.cmdline()) for child in psutil.Process(process.popen.pid).children())
 

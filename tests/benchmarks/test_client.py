@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -12,11 +13,12 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.client import Client, Form, _data
-from benchmarks.metrics import measure
 from benchmarks.server import free_port, wait_until_ready
-from benchmarks.timeline import COMPLETED, CUT_OFF, Timeline
-from benchmarks.workload import PlannedRequest
+from deploy.bench.client import Client, Form, _data
+from deploy.bench.metrics import measure
+from deploy.bench.timeline import COMPLETED, CUT_OFF, Timeline
+from deploy.bench.workload import PlannedRequest
+from tests.attempts import ATTEMPTS
 from tests.benchmarks import sse_server
 from tests.benchmarks.sse_server import FIRST_S, GAP_S, Recorder, application
 
@@ -63,10 +65,17 @@ async def test_a_stream_is_clocked_by_its_chunks_with_text(server: RunningServer
     # The empty chunk was sent at once; the first text only FIRST_S later.
     assert timeline.first_token is not None
     assert timeline.first_token >= FIRST_S * 0.95
-    assert all(gap > 0 for gap in timeline.gaps)
-    assert sum(timeline.gaps) >= 3 * GAP_S * 0.9
     assert timeline.sent < timeline.chunks[0] < timeline.chunks[-1] <= timeline.ended
     assert server.finished == [timeline]
+
+
+async def test_gaps_are_those_of_the_chunks(server: RunningServer) -> None:
+    """A machine that stands still for a moment brings two chunks at once, or the first one late: not each time."""
+    for _ in range(ATTEMPTS):
+        (timeline,) = await server.run(sse_server.STEADY)
+        if all(gap > 0 for gap in timeline.gaps) and sum(timeline.gaps) >= 3 * GAP_S * 0.9:
+            return
+    pytest.fail(f"the gaps are {timeline.gaps}")
 
 
 async def test_the_body_makes_every_server_do_the_same_work(server: RunningServer) -> None:
@@ -104,7 +113,7 @@ async def test_each_failure_has_its_name_and_the_others_complete(server: Running
         sse_server.HANGS,
         sse_server.BUSY,
     ]
-    timelines = await server.run(*scripts, request_timeout=2.0)
+    timelines = await server.run(*scripts, request_timeout=4.0)
     assert Counter(t.outcome for t in timelines) == {
         COMPLETED: 2,
         "HTTP 429": 2,
@@ -132,12 +141,12 @@ async def test_the_time_limit_ends_a_run(server: RunningServer) -> None:
 
 async def test_arrivals_keep_to_the_clock_whoever_is_still_there(server: RunningServer) -> None:
     planned = [PlannedRequest([script], 1) for script in (sse_server.HANGS, sse_server.ONE_TOKEN, sse_server.HANGS)]
-    timelines = await server.client().arrivals(planned, every=0.3, time_limit=2.0)
+    times = [0.3, 0.6, 0.9]
+    began = time.perf_counter()
+    timelines = await server.client().arrivals(planned, times, time_limit=3.0)
     assert [t.outcome for t in timelines] == [CUT_OFF, COMPLETED, CUT_OFF]
-    after = [t.sent - timelines[0].sent for t in timelines]
-    assert after[1] >= 0.25
-    assert after[2] >= 0.55
-    assert after[2] < 2.0
+    assert all(t.sent - began >= due - 0.01 for t, due in zip(timelines, times, strict=True))
+    assert timelines[2].sent < min(timelines[0].ended, timelines[2].ended)
 
 
 async def test_a_server_that_takes_no_ids_is_sent_as_many_letters_and_its_chunks_are_counted(

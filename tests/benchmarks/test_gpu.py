@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_hour
+from tests.model_worker.cuda.interpreter import find_triton
 
 
 def test_it_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,3 +35,40 @@ def test_wrong_logits_are_noticed() -> None:
     assert not gpu.disagree(reference, gpu.Check("cuda", 0.012, 0.9))
     assert gpu.disagree(reference, gpu.Check("cuda", 0.02, 0.9))
     assert gpu.disagree(reference, gpu.Check("cuda", float("nan"), 0.0))
+
+
+def test_the_whole_hour_can_be_pretended(tmp_path: Path) -> None:
+    find_triton()
+    assert gpu.main(["--all", "--pretend", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(results) == [part.__name__ for part in gpu_hour.PARTS]
+    assert not any("failed" in figures for figures in results.values())
+    assert results["throughput"]["drawn tok/s, 2 rows"] > 0
+    assert results["mixed_steps"]["ratio"] > 0
+    assert results["faults"]["the same tokens in parts"]
+    if "skipped" not in results["attention"]:
+        assert results["attention"]["cases"] == 4
+        assert results["attention"]["wrong"] == []
+        assert results["drawing"]["draws torch's tokens"]
+    shown = (tmp_path / "gpu.md").read_text()
+    assert "figures mean nothing" in shown
+    assert "## mixed steps" in shown
+
+
+def test_a_part_that_fails_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(hour: gpu_hour.Hour) -> gpu_hour.Figures:
+        """A part."""
+        raise RuntimeError(f"no kernel image for {hour.device}")
+
+    monkeypatch.setattr(gpu_hour, "PARTS", (broken, gpu_hour.machine))
+    assert gpu.main(["--all", "--pretend", "--out", str(tmp_path)]) == 1
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["broken"]["failed"] == "RuntimeError: no kernel image for cpu"
+    assert results["machine"]["torch"] == torch.__version__
+    assert "| failed | RuntimeError: no kernel image for cpu |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_pretending_belongs_to_the_hour(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--pretend"])
+    assert "--pretend belongs to --all" in capsys.readouterr().err

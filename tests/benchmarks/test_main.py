@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import server
 from benchmarks.__main__ import main
-from benchmarks.metrics import DEFINITIONS
+from deploy.bench.metrics import DEFINITIONS
 from tests.benchmarks import sse_server
 
 SMALL = ["--requests", "6", "--concurrency", "3", "--prompt-tokens", "8", "--output-tokens", "3", "--warmup", "2"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.metrics import Distribution, measure, steady_gaps
-from benchmarks.timeline import COMPLETED, CUT_OFF, Timeline
+from deploy.bench.metrics import Distribution, measure, steady_gaps
+from deploy.bench.timeline import COMPLETED, CUT_OFF, Timeline
 
 # TTFT 1, gaps 0.5 and 1.5, E2EL 4, TPOT (4 - 1) / (4 - 1) = 1: the four tokens came in three chunks.
 LONG = Timeline(10.0, [11.0, 11.5, 13.0], 14.0, prompt_tokens=7, output_tokens=4, outcome=COMPLETED)

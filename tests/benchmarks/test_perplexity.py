@@ -15,6 +15,8 @@ from deploy.embedded_model import EMBEDDED_MODEL_PATH
 from model_worker.loading.load import load_model
 from model_worker.runner import ModelRunner
 
+pytestmark = pytest.mark.slow
+
 
 def test_score_is_the_mean_loss_of_the_answers() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED_MODEL_PATH)

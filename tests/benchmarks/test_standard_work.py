@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.encoder_words import words
 from benchmarks.places import standard_model_in
 from benchmarks.standard_work import STANDARD_WORK, Needs, chosen_work
-from benchmarks.workload import plan
+from deploy.bench.workload import plan
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.workload import Workload, plan
+from deploy.bench.workload import Workload, plan
 
 
 def _workload(**values: Any) -> Workload:

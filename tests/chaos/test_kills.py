@@ -9,8 +9,17 @@ import time
 import psutil
 import pytest
 
+from tests.attempts import ATTEMPTS
 from tests.chaos.streams import Heard, Request
-from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, run
+from tests.chaos.waves import (
+    Disturbance,
+    both,
+    compare,
+    kill,
+    kill_again_while_it_loads,
+    once_tokens_come,
+    run,
+)
 from tests.system.server import Server
 from tests.system.test_resilience import LONG, last_frame, open_stream, used_blocks
 
@@ -46,7 +55,7 @@ def test_an_api_process_that_stands_still_is_only_a_pause(
 
     Generation pauses meanwhile: otherwise the streams would end before they are given up.
     """
-    log = len(server.log.read_text())
+    log = 0
 
     def told() -> str:
         return server.log.read_text()[log:]
@@ -61,19 +70,26 @@ def test_an_api_process_that_stands_still_is_only_a_pause(
             process.resume()
             server.post("/continue_generation", {})
 
-    outcome = compare(asked, undisturbed, run(server, asked, stand_still, MID_WAVE))
-    assert outcome.clean, f"{outcome}\n{told()[-5000:]}"
-    given_up, submitted = GIVEN_UP.search(told()), SUBMITTED_AGAIN.search(told())
-    assert given_up, told()[-5000:]
+    # On a busy machine the streams may end before generation pauses: then there is nothing to give up.
+    for _ in range(ATTEMPTS):
+        log = len(server.log.read_text())
+        outcome = compare(asked, undisturbed, run(server, asked, once_tokens_come(stand_still)))
+        assert outcome.clean, f"{outcome}\n{told()[-5000:]}"
+        given_up = GIVEN_UP.search(told())
+        assert given_up, told()[-5000:]
+        if (count := int(given_up[1])) > 0:
+            break
+    submitted = SUBMITTED_AGAIN.search(told())
     assert submitted, told()[-5000:]
-    assert int(given_up[1]) == int(submitted[1]) > 0
+    assert count == int(submitted[1]) > 0
     server.wait_for("all blocks are free", 60, lambda: used_blocks(server) == 0)
 
 
 def test_a_stopped_worker_is_noticed_named_and_replaced(
     server: Server, asked: list[Request], undisturbed: list[Heard]
 ) -> None:
-    outcome = compare(asked, undisturbed, run(server, asked, kill("model_worker", number=signal.SIGSTOP), MID_WAVE))
+    stop = once_tokens_come(kill("model_worker", number=signal.SIGSTOP))
+    outcome = compare(asked, undisturbed, run(server, asked, stop))
     assert outcome.clean, f"{outcome}\n{server.log.read_text()[-5000:]}"
     # On a busy machine another step may have taken too long before.
     line = [line for line in server.log.read_text().splitlines() if "stalled: the step has taken" in line][-1]

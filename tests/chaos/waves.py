@@ -93,6 +93,17 @@ def both(*disturbances: Disturbance) -> Disturbance:
     return disturb
 
 
+def once_tokens_come(disturb: Disturbance) -> Disturbance:
+    """As soon as the server has generated tokens: in the midst of a wave, however fast the machine is."""
+
+    def wait(server: Server) -> None:
+        before = server.total("tokenyard_generation_tokens_total")
+        server.wait_for("tokens", 60, lambda: server.total("tokenyard_generation_tokens_total") > before)
+        disturb(server)
+
+    return wait
+
+
 def kill_again_while_it_loads(server: Server) -> None:
     """The worker dies, and so does its successor, before it serves."""
     old = server.child("model_worker")

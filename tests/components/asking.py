@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tests.attempts import ATTEMPTS
+
 OPERATORS_ROUTES = ("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation")
 SECONDS = 60.0
 # So many that they take much longer than the first one, also on a busy machine.
@@ -27,7 +29,17 @@ def long_chat() -> dict[str, Any]:
 
 
 def assert_streams_token_by_token(url: str) -> None:
-    """A buffer of 4 KB, which is nginx's smallest, holds a dozen events; a busy machine joins two or three."""
+    """A buffer of 4 KB, which is nginx's smallest, always holds a dozen events; a busy machine joins some at times."""
+    problems = []
+    for _ in range(ATTEMPTS):
+        problems.append(_problem_of_a_stream(url))
+        if not problems[-1]:
+            return
+    raise AssertionError(f"no stream came token by token: {problems}")
+
+
+def _problem_of_a_stream(url: str) -> str:
+    """Why a stream did not come token by token; an empty text if it did."""
     began, pieces, first = time.monotonic(), [], 0.0
     with httpx.stream("POST", url + "/v1/completions", json=completion(TOKENS, stream=True), timeout=SECONDS) as answer:
         assert answer.status_code == 200
@@ -39,9 +51,11 @@ def assert_streams_token_by_token(url: str) -> None:
     events = b"".join(pieces).decode().strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[0].removeprefix("data: "))["choices"]
-    assert len(events) > TOKENS / 4
-    assert len(pieces) > len(events) / 5, f"{len(events)} events came in {len(pieces)} pieces"
-    assert first < whole * 3 / 4, f"the first event came after {first:.2f} s of {whole:.2f} s"
+    if len(events) <= TOKENS / 4:
+        return f"{TOKENS} tokens came in {len(events)} events"
+    if len(pieces) <= len(events) / 5:
+        return f"{len(events)} events came in {len(pieces)} pieces"
+    return "" if first < whole * 3 / 4 else f"the first event came after {first:.2f} s of {whole:.2f} s"
 
 
 def assert_operators_routes_are_closed(url: str) -> None:

@@ -1,13 +1,13 @@
-"""Programs that leave a server running share the one of the embedded model."""
+"""Programs that leave a server running share the one of the embedded model; those that need two share a pair."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.components.pair import Pair, read_streams
+from tests.components.stand_in import standing_in
 from tests.system.server import Server
 
 
@@ -16,29 +16,36 @@ def server(embedded: Server) -> Server:
     return embedded
 
 
-class Busy(BaseHTTPRequestHandler):
-    """A server whose queue is full, in SGLang's dialect; `/ready` says nothing of that."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_error(503)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """The port of a server whose queue is full, in SGLang's dialect; `/ready` says nothing of that."""
+    with standing_in(503) as stand_in:
+        yield stand_in.port
 
 
 @pytest.fixture
-def busy() -> Iterator[int]:
-    """The port of one."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listener:
-        thread = threading.Thread(target=listener.serve_forever)
-        thread.start()
-        try:
-            yield listener.server_port
-        finally:
-            listener.shutdown()
-            thread.join()
+def full() -> Iterator[int]:
+    """The port of one in the other dialects, which say when to come again."""
+    with standing_in(429, retry_after="7") as stand_in:
+        yield stand_in.port
+
+
+@pytest.fixture(scope="package")
+def started_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two servers with the settings that a server has by default."""
+    folder = tmp_path_factory.mktemp("pair")
+    pair = Pair({name: Server(None, [], folder / f"{name}.log") for name in ("yard1", "yard2")})
+    try:
+        pair.start()
+        streams = read_streams(pair.servers["yard1"].url, "undisturbed")
+        pair.undisturbed = [stream.text for stream in streams]
+        yield pair
+    finally:
+        pair.stop()
+
+
+@pytest.fixture
+def pair(started_pair: Pair) -> Pair:
+    """Both run, whatever the test before has left."""
+    started_pair.start()
+    return started_pair

@@ -1,4 +1,4 @@
-"""HAProxy with the shipped file: streams, refusals, and a rolling restart that loses no request."""
+"""HAProxy with each shipped file: streams, refusals, sessions, a lost server, and restarts that lose no request."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import re
 import resource
 import socket
 import subprocess
-import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.components import asking
+from tests.components.pair import Pair, assert_a_restart_loses_nothing, assert_streams_outlive_a_server
 from tests.components.program import Program, find, needs
+from tests.components.stand_in import StandIn, standing_in
 from tests.system.server import Server, free_port
 
-SHIPPED = Path(__file__).parents[2] / "deploy" / "haproxy" / "haproxy.cfg"
+FOLDER = Path(__file__).parents[2] / "deploy" / "haproxy"
+SHIPPED = FOLDER / "haproxy.cfg"
+SESSIONS = FOLDER / "haproxy-sessions.cfg"
+BOTH = pytest.mark.parametrize("shipped", [SHIPPED, SESSIONS], ids=["leastconn", "sessions"])
 DESCRIPTORS = int(2.1 * int(re.findall(r"^ +maxconn (\d+)", SHIPPED.read_text(), re.MULTILINE)[0]))
 pytestmark = [
     needs("haproxy"),
@@ -36,10 +41,15 @@ pytestmark = [
 
 @dataclass
 class Proxy(Program):
-    """HAProxy with the shipped file, where only ports are others."""
+    """HAProxy with a shipped file, where only ports are others."""
 
     statistics: int = 0
     """The port of its statistics."""
+
+    def is_ready(self) -> bool:
+        """HAProxy opens one port after the other."""
+        socket.create_connection(("127.0.0.1", self.statistics), timeout=1).close()
+        return super().is_ready()
 
     @property
     def url(self) -> str:
@@ -58,9 +68,9 @@ class Proxy(Program):
             time.sleep(0.1)
 
 
-def haproxy(first: int, second: int, directory: Path) -> Proxy:
+def haproxy(first: int, second: int, directory: Path, shipped: Path = SHIPPED) -> Proxy:
     port, statistics = free_port(), free_port()
-    configuration = SHIPPED.read_text()
+    configuration = shipped.read_text()
     for ours, theirs in (
         ("bind :8080", f"bind 127.0.0.1:{port}"),
         ("127.0.0.1:8404", f"127.0.0.1:{statistics}"),
@@ -81,8 +91,9 @@ def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-def test_the_shipped_file_is_valid() -> None:
-    checked = subprocess.run([find("haproxy") or "", "-c", "-f", SHIPPED], capture_output=True, text=True, timeout=90)
+@BOTH
+def test_the_shipped_file_is_valid(shipped: Path) -> None:
+    checked = subprocess.run([find("haproxy") or "", "-c", "-f", shipped], capture_output=True, text=True, timeout=90)
     assert checked.returncode == 0, checked.stderr
     assert "WARNING" not in checked.stderr
 
@@ -101,13 +112,14 @@ def test_operators_routes_are_closed(proxy: Proxy) -> None:
     asking.assert_operators_routes_are_closed(proxy.url)
 
 
-def test_a_request_in_two_pieces_is_sent_again(server: Server, busy: int, tmp_path: Path) -> None:
+@BOTH
+def test_a_request_in_two_pieces_is_sent_again(shipped: Path, server: Server, busy: int, tmp_path: Path) -> None:
     """Clients send head and body one after the other. One of the two servers answers 503 to all but `/ready`."""
     body = json.dumps(asking.completion(1)).encode()
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close"]
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode()
     statuses = []
-    with haproxy(busy, server.port, tmp_path) as proxy:
+    with haproxy(busy, server.port, tmp_path, shipped) as proxy:
         for _ in range(4):
             with socket.create_connection(("127.0.0.1", proxy.port), timeout=asking.SECONDS) as client:
                 client.sendall(head)
@@ -118,59 +130,86 @@ def test_a_request_in_two_pieces_is_sent_again(server: Server, busy: int, tmp_pa
     assert statuses == [b"200"] * 4
 
 
-@dataclass
-class Crowd:
-    """Clients with kept connections, with small bodies, bodies beyond 16 KB, and streams, until they are stopped."""
-
-    url: str
-    answers: int = 0
-    lost: list[str] = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def ask(self, nth: int) -> None:
-        body = asking.completion(2)
-        if nth % 3 == 0:
-            body["user"] = asking.PADDING
-        elif nth % 3 == 1:
-            body |= {"stream": True, "max_tokens": 60}
-        with httpx.Client(timeout=asking.SECONDS) as client:
-            while not self.stopped.wait(0.1):
-                try:
-                    answer = client.post(self.url + "/v1/completions", json=body)
-                except httpx.HTTPError as error:
-                    self.lost.append(f"client {nth}: {error!r}")
-                    continue
-                whole = answer.status_code == 200 and (not body.get("stream") or answer.text.endswith("[DONE]\n\n"))
-                if whole:
-                    self.answers += 1
-                else:
-                    self.lost.append(f"client {nth}: {answer.status_code} {answer.text[-200:]}")
+@BOTH
+def test_refusals_of_all_servers_reach_the_client(shipped: Path, busy: int, full: int, tmp_path: Path) -> None:
+    for number, (port, status, seconds) in enumerate(((busy, 503, None), (full, 429, "7"))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with haproxy(port, port, directory, shipped) as proxy:
+            answers = [httpx.post(proxy.url + "/generate", json={"text": "x"}) for _ in range(8)]
+        assert {(answer.status_code, answer.headers.get("retry-after")) for answer in answers} == {(status, seconds)}
 
 
-def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
-    """With the settings that a server has by default. One that no client has asked since its SIGTERM ends at once, and
-    HAProxy's checks may notice that later: it repeats requests that no server has accepted."""
-    servers = {name: Server(None, [], tmp_path / f"{name}.log") for name in ("yard1", "yard2")}
-    with ThreadPoolExecutor(8) as threads:
+@BOTH
+def test_streams_outlive_a_server(shipped: Path, pair: Pair, tmp_path: Path) -> None:
+    with haproxy(*pair.ports, tmp_path, shipped) as proxy:
+        assert_streams_outlive_a_server(proxy.url, pair, "yard1", shipped.stem)
+        proxy.wait_until("yard1", "DOWN")
+        pair.start()
+        proxy.wait_until("yard1", "UP")
+
+
+@BOTH
+def test_a_restart_loses_no_request(shipped: Path, pair: Pair, tmp_path: Path) -> None:
+    """One that no client has asked since its SIGTERM ends at once, and HAProxy's checks may notice that later: it
+    repeats requests that no server has accepted."""
+    with haproxy(*pair.ports, tmp_path, shipped) as proxy:
+        assert_a_restart_loses_nothing(proxy.url, pair, "yard2", lambda: proxy.wait_until("yard2", "UP"))
+
+
+@pytest.fixture
+def noting(tmp_path: Path) -> Iterator[tuple[Proxy, StandIn, StandIn]]:
+    """HAProxy with sessions, and two servers that note which come."""
+    with (
+        standing_in(200) as first,
+        standing_in(200) as second,
+        haproxy(first.port, second.port, tmp_path, SESSIONS) as proxy,
+    ):
+        yield proxy, first, second
+
+
+def test_a_session_stays_at_one_server(noting: tuple[Proxy, StandIn, StandIn]) -> None:
+    """One connection, so that HAProxy has ended a request before it reads the next: by its bounded load a server that
+    still has one open gets no second one."""
+    proxy, first, second = noting
+    sessions = [f"session {number}" for number in range(10)]
+    with httpx.Client() as client:
+        for session in sessions * 4:
+            client.post(proxy.url, json={}, headers={"x-session-id": session})
+        assert {*Counter(first.seen).values(), *Counter(second.seen).values()} == {4}
+        homes = {session: [session in first.seen, session in second.seen] for session in sessions}
+        for session in sessions:
+            client.post(proxy.url, json={"prompt": asking.PADDING, "prompt_cache_key": session})
+    for stand_in, place in ((first, 0), (second, 1)):
+        bodies = [json.loads(text) for text in stand_in.seen if text.startswith("{")]
+        assert [homes[body["prompt_cache_key"]][place] for body in bodies] == [True] * len(bodies)
+    assert len(first.seen) + len(second.seen) == 50
+
+
+def test_requests_without_a_session_go_to_all_servers(noting: tuple[Proxy, StandIn, StandIn]) -> None:
+    """One in 2^40 draws would leave a server without any."""
+    proxy, first, second = noting
+    for _ in range(41):
+        httpx.post(proxy.url, json={"prompt": "x"})
+    assert first.seen
+    assert second.seen
+
+
+def test_a_session_with_too_much_to_do_spills_over(noting: tuple[Proxy, StandIn, StandIn]) -> None:
+    """With 16 open requests a server has at most half of 1.5 times as many."""
+    proxy, first, second = noting
+    for stand_in in (first, second):
+        stand_in.released.clear()
+    with ThreadPoolExecutor(16) as threads:
         try:
-            list(threads.map(Server.__enter__, servers.values()))
-            with haproxy(servers["yard1"].port, servers["yard2"].port, tmp_path) as proxy:
-                crowd = Crowd(proxy.url)
-                clients = [threads.submit(crowd.ask, nth) for nth in range(6)]
-                try:
-                    for name, server in servers.items():
-                        proxy.wait_until(name, "UP")
-                        before = crowd.answers
-                        server.__exit__()
-                        assert server.process.returncode == 0, server.log.read_text()
-                        server.__enter__()
-                        proxy.wait_until(name, "UP")
-                        assert crowd.answers > before
-                finally:
-                    crowd.stopped.set()
-                for client in clients:
-                    client.result()
+            headers = {"x-session-id": "one"}
+            asked = [threads.submit(httpx.post, proxy.url, json={}, headers=headers) for _ in range(16)]
+            deadline = time.monotonic() + 30
+            while len(first.seen) + len(second.seen) < 16:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
         finally:
-            list(threads.map(Server.__exit__, servers.values()))
-    assert not crowd.lost, crowd.lost[:10]
-    assert crowd.answers > 50
+            for stand_in in (first, second):
+                stand_in.released.set()
+        assert [each.result().status_code for each in asked] == [200] * 16
+    assert max(len(first.seen), len(second.seen)) <= 12

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.components import asking
+from tests.components.pair import Pair, assert_a_restart_loses_nothing, assert_streams_outlive_a_server
 from tests.components.program import Program, needs
 from tests.system.server import Server, free_port
 
@@ -80,8 +81,21 @@ def test_the_shipped_file_asks_another_server_when_one_is_busy_or_gone(
         assert answers == [200] * 6
 
 
-def test_busy_servers_stay_busy_behind_the_shipped_file(busy: int, tmp_path: Path) -> None:
-    """Their 503 reaches clients, who come again; a 502 of nginx's own would hit those of other routes, too."""
-    with nginx(SHIPPED.read_text(), busy, busy, tmp_path) as running:
-        url = f"http://127.0.0.1:{running.port}/generate"
-        assert [httpx.post(url, json={"text": "x"}).status_code for _ in range(8)] == [503] * 8
+def test_refusals_of_all_servers_reach_the_client(busy: int, full: int, tmp_path: Path) -> None:
+    """Clients come again; a 502 of nginx's own would hit those of other routes, too."""
+    for number, (port, status, seconds) in enumerate(((busy, 503, None), (full, 429, "7"))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with nginx(SHIPPED.read_text(), port, port, directory) as running:
+            url = f"http://127.0.0.1:{running.port}/generate"
+            answers = [httpx.post(url, json={"text": "x"}) for _ in range(8)]
+        assert {(answer.status_code, answer.headers.get("retry-after")) for answer in answers} == {(status, seconds)}
+
+
+def test_streams_outlive_a_server_and_a_restart_loses_no_request(pair: Pair, tmp_path: Path) -> None:
+    with nginx(SHIPPED.read_text(), *pair.ports, tmp_path) as running:
+        url = f"http://127.0.0.1:{running.port}"
+        assert_streams_outlive_a_server(url, pair, "yard1", "nginx")
+        pair.start()
+        # nginx needs no check to ask a server again.
+        assert_a_restart_loses_nothing(url, pair, "yard2", lambda: None)

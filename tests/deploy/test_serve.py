@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from deploy.model_paths import resolve_further_models, resolve_model
 from deploy.serve import (
     SHARED_MEMORY,
+    beside_gpu,
     child_specs,
     common_environment,
     cpu_share,
@@ -116,7 +117,7 @@ def test_auto_takes_the_gpus_that_torch_could_use(monkeypatch: pytest.MonkeyPatc
 
 def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_path: Path) -> None:
     settings = Settings(devices="cuda:0,cpu", api_servers=2)
-    specs = child_specs(settings, RunDirectory(tmp_path), listener=9)
+    specs = child_specs(settings, RunDirectory(tmp_path), 9)
     assert [spec.name for spec in specs] == [
         "scheduler", "model_worker:0", "model_worker:1", "api_server:0", "api_server:1",
     ]  # fmt: skip
@@ -130,9 +131,26 @@ def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_pa
     assert [spec.counts_starts for spec in specs] == [False, True, True, False, False]
 
 
+def test_the_ranks_of_a_worker_are_a_group_and_share_the_cores(tmp_path: Path) -> None:
+    specs = child_specs(Settings(devices="cpu,cpu", tensor_parallel=2), RunDirectory(tmp_path), 9)
+    workers = [spec for spec in specs if spec.role == "model_worker"]
+    assert [spec.name for spec in workers] == [
+        "model_worker:0",
+        "model_worker:0.1",
+        "model_worker:1",
+        "model_worker:1.1",
+    ]
+    assert [spec.group for spec in workers] == ["model_worker:0", "model_worker:0", "model_worker:1", "model_worker:1"]
+    assert [list(spec.argv[7:]) for spec in workers[2:]] == [
+        ["--index", "1", "--device", "cpu"],
+        ["--index", "1", "--device", "cpu", "--rank", "1"],
+    ]
+    assert len({spec.stack_file for spec in workers}) == 4
+
+
 def test_each_further_model_gets_a_scheduler_and_workers_of_its_own(tmp_path: Path) -> None:
     settings = Settings(devices="cpu,cpu", also="embed=/e,rerank=/r", task="generate", max_model_len=64)
-    specs = child_specs(settings, RunDirectory(tmp_path), listener=9)
+    specs = child_specs(settings, RunDirectory(tmp_path), 9)
     assert [spec.name for spec in specs] == [
         "scheduler", "scheduler:embed", "scheduler:rerank",
         *("model_worker:0", "model_worker:1", "model_worker:embed:0", "model_worker:embed:1"),
@@ -177,6 +195,16 @@ def test_cpu_workers_share_the_usable_cores(workers: int, usable: int, hidden: i
     assert threads == max(1, usable // workers)
     assert share.get("NUMBA_NUM_THREADS", str(threads)) == str(threads)
     assert cpu_share(workers, usable, usable + hidden, {"OMP_NUM_THREADS": "3"}) == {}
+
+
+def test_workers_on_one_gpu_know_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    specs = child_specs(Settings(devices="cuda:0,cuda:0,cuda:1"), RunDirectory(tmp_path), 9)
+    workers = [spec for spec in specs if spec.name.startswith("model_worker")]
+    assert [spec.argv[-2:] for spec in workers[:2]] == [["--models", "2"]] * 2
+    assert "--models" not in workers[2].argv
+    assert [spec.env["OMP_NUM_THREADS"] for spec in workers] == ["1"] * 3
+    assert beside_gpu({"OMP_NUM_THREADS": "3"}) == {}
 
 
 def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> None:

@@ -74,8 +74,9 @@ def test_a_stopped_companion_is_killed_in_its_time() -> None:
 
 
 def test_a_member_that_hangs_takes_its_group_along() -> None:
-    watch = {"LOOK_SECONDS": 0.05, "QUIET_SECONDS": 0.2, "SECONDS_FOR_LAST_WORDS": 0.1}
-    hanging = member(PAIR[0], "--beat-for", "0.3", hang_seconds=0.5)
+    # A busy machine lets the next one wait for a second between two beats.
+    watch = {"LOOK_SECONDS": 0.05, "QUIET_SECONDS": 1.0, "SECONDS_FOR_LAST_WORDS": 0.1}
+    hanging = member(PAIR[0], "--beat-for", "0.3", hang_seconds=2.0)
     with Stage(hanging, member(PAIR[1]), watch=watch, first_delay=0.05) as stage:
         ready_pids(stage, 0)
         stage.wait_for("hung", child=PAIR[0])
@@ -127,7 +128,7 @@ def test_what_is_left_of_a_role_outside_the_group_goes_on() -> None:
 
 
 def test_a_signal_ends_a_group_that_is_just_being_started_again() -> None:
-    stubborn = member(PAIR[1], "--then", "stubborn", stop_seconds=1.0)
+    stubborn = member(PAIR[1], "--then", "stubborn", stop_seconds=2.5)
     with Stage(member(PAIR[0]), stubborn, first_delay=0.01) as stage:
         os.kill(ready_pids(stage, 0)[PAIR[0]], signal.SIGKILL)
         stage.wait_for("say", level="ERROR")

@@ -166,3 +166,20 @@ def test_an_adapter_that_comes_while_the_weights_are_away_is_read_when_they_are_
     assert sorted(answer.handle for answer in answers(loads, 2)) == [1, 2]
     assert again.held == {1: "5", 2: "6"}
     assert not shelf.began.is_set()
+
+
+def test_another_registration_begins_without_adapters(loads: AdapterLoads, shelf: Shelf) -> None:
+    """The scheduler is the same, and does not say what it has dropped meanwhile."""
+    for handle, path in enumerate(["5", "7"], 1):
+        loads.obey(LoadAdapter(9, 2, handle, path))
+    answers(loads, 2)
+    shelf.gate.clear()
+    shelf.began.clear()
+    loads.obey(LoadAdapter(9, 2, 3, "6"))
+    assert shelf.began.wait(60)
+    loads.forget()
+    assert shelf.held == {}
+    shelf.gate.set()
+    loads.obey(LoadAdapter(9, 2, 1, "8"))
+    assert [answer.handle for answer in answers(loads, 1)] == [1]
+    assert shelf.held == {1: "8"}, "what was being read is freed, too"

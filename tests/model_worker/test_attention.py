@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_worker.attention import attention_backend, cpu, reference
+from model_worker.attention import attention_backend, cpu, cuda, reference
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache, KVLayout, LayerShape
 
@@ -116,6 +116,22 @@ def test_cpu_backend_lets_tokens_see_later_keys_as_the_reference_does(case: Case
     assert relative_error(cpu.attend(q, cache.k[0], cache.v[0], batch, params), want) < TOLERANCE[case.dtype]
 
 
+@pytest.mark.parametrize("backend", [cpu, cuda, reference])
+def test_layers_that_do_not_look_ahead_see_no_later_keys(backend: Any) -> None:
+    case = Case(2, 2, 16, 16, 8, ((6, 3), (5, 0)), None, None, False, 5, torch.float32)
+    q, cache, batch, params = case.tensors()
+    own = torch.cat([torch.arange(3, 9), torch.arange(5)]).int()
+    last = torch.where(torch.arange(11) < 6, 8, 4).int()
+    ahead = replace(batch, seen=torch.stack([own, last]))
+    want = reference.attend(q, cache.k[0], cache.v[0], ahead, params)
+    plain = reference.attend(q, cache.k[0], cache.v[0], batch, params)
+    assert relative_error(want, plain) > 0.01
+    assert relative_error(backend.attend(q, cache.k[0], cache.v[0], ahead, params), want) < TOLERANCE[torch.float32]
+    if backend is not cuda:  # whose kernel there is no device for
+        blind = replace(params, looks_ahead=False)
+        assert relative_error(backend.attend(q, cache.k[0], cache.v[0], ahead, blind), plain) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_chunks_and_many_decode_rows(dtype: torch.dtype, cores: int) -> None:
@@ -160,7 +176,7 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
 
 
 def test_unknown_backend_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'flash' is unknown: use one of auto, reference, cpu, cuda"):
+    with pytest.raises(ValueError, match=r"'flash' is unknown: use one of auto, reference, cpu, cuda, triton"):
         attention_backend("flash", torch.device("cpu"))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from model_worker.attention import cuda, reference
 from model_worker.kv_cache import AttentionParams, KVLayout, LayerShape
-from model_worker.loading import prepare, verify
+from model_worker.loading import verify
+from model_worker.loading.gpu_attention import choose_attention
 from model_worker.loading.load import load_model
 from tests.model_worker.test_attention import Case, relative_error
 from tests.model_worker.tiny_models import tiny_model
@@ -113,6 +114,19 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
     assert "sinks" in str(why(usual, sinks=torch.zeros(2)))
 
 
+def test_a_torch_whose_function_reads_no_blocks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11's."""
+    assert cuda.unsupported_version() is None
+
+    def varlen_attn(query: Tensor, key: Tensor, *, scale: float, window_size: tuple[int, int]) -> Tensor:
+        raise NotImplementedError
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert "varlen_attn has no block_table, enable_gqa, num_splits, seqused_k" in str(cuda.unsupported_version())
+    monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
+    assert "no attention for sequences of any length" in str(cuda.unsupported_version())
+
+
 def test_a_kernel_that_fails_its_proof_is_not_used(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,12 +137,12 @@ def test_a_kernel_that_fails_its_proof_is_not_used(
     tokens = verify.tokens(loaded.model.config, loaded.device)
     expected = torch.from_numpy(np.random.default_rng().normal(size=(2, tokens.shape[1], loaded.vocab_size)))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", written_out)
-    assert prepare._on_cuda(loaded, tokens, expected).attention_name == "reference"
+    assert choose_attention(loaded, tokens, expected).attention_name == "reference"
     assert "attends in plain torch" in caplog.text
     assert "gives other logits" in caplog.text
     with torch.inference_mode():
         expected = verify.eager_logits(loaded.model, tokens)
-    served = prepare._on_cuda(loaded, tokens, expected)
+    served = choose_attention(loaded, tokens, expected)
     assert (served.attention_name, served.block_size) == ("cuda", 256)
     monkeypatch.undo()
-    assert prepare._on_cuda(loaded, tokens, expected).attention_name == "reference", "a CPU has no such kernel"
+    assert choose_attention(loaded, tokens, expected).attention_name == "reference", "a CPU has no such kernel"

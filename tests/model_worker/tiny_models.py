@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shared.weights_file import stamp_of
+
 VOCAB = 193
 
 _ROTARY: dict[str, Any] = {
@@ -99,15 +101,29 @@ _CONFIGS: Mapping[str, dict[str, Any]] = {
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
 
 _made: dict[tuple[Any, ...], Path] = {}
+# The stamp of each folder that several tests read.
+_stamps: dict[Path, str] = {}
 
 
 def tiny_model(arch: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A directory with a float32 model of `arch`, made once per session. `overrides` replace config values."""
+    """A directory with a float32 model of `arch`, made once per session. `overrides` replace config values.
+
+    All tests of a run share it and only read it; AssertionError if one has changed it.
+    """
     key = (arch, seed, repr(sorted(overrides.items())))
     if key not in _made:
-        config = {"bos_token_id": 1, "eos_token_id": 2, **_CONFIGS.get(arch, {}), **overrides}
-        _made[key] = save_random_model(arch, directory / f"{arch}-{seed}-{len(_made)}", seed, config)
-    return _made[key]
+        path = own_tiny_model(arch, directory / f"{arch}-{seed}-{len(_made)}", seed, **overrides)
+        _made[key] = path
+        _stamps[path] = stamp_of(str(path), [])
+    path = _made[key]
+    assert stamp_of(str(path), []) == _stamps[path], f"a test has changed {path}, which others read: use own_tiny_model"
+    return path
+
+
+def own_tiny_model(arch: str, path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Make the same model at `path`, for one test alone, which may change it."""
+    config = {"bos_token_id": 1, "eos_token_id": 2, **_CONFIGS.get(arch, {}), **overrides}
+    return save_random_model(arch, path, seed, config)
 
 
 def save_random_model(arch: str, path: Path, seed: int, config: dict[str, Any]) -> Path:

@@ -68,7 +68,7 @@ def test_a_message_for_an_earlier_owner_of_the_row_does_not_count() -> None:
     table, rows = placed(CUT_IMAGES, sequence)
     assert rows.ready(ready(sequence.row, ALL_TOKENS, joined=6, errors={sequence.row: "broken"})) == ([], [])
     assert table.upto[sequence.row] == 4
-    assert rows.ready(ready(sequence.row, ALL_TOKENS)) == ([sequence], [])
+    assert rows.ready(ready(sequence.row, ALL_TOKENS)) == ([(sequence, 0.0)], [])
     assert table.upto[sequence.row] == ALL_TOKENS
     assert rows.ready(ready(sequence.row, 0, errors={sequence.row: "broken"})) == ([], [(sequence, "broken")])
 
@@ -132,6 +132,20 @@ def test_the_time_of_an_image_whose_row_has_gone_is_not_that_of_the_next_one() -
     assert rows.lateness() is None
     clock.now += ENCODE_SECONDS + 1
     assert rows.lateness() == pytest.approx(ENCODE_SECONDS + 1, abs=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(1.5, "has encoded its images in 1.500 s"), (0.0, "has kept the")])
+def test_why_tells_the_time_of_encoding(seconds: float, words: str) -> None:
+    yard = Yard(workers=0)
+    worker = SimulatedWorker(0, 0, **yard.shape)
+    assert yard.scheduler.worker_hello(replace(worker.hello, images=CUT_IMAGES))
+    context = sequence_of((10, 14)).context
+    yard.scheduler.submit(REPLICA, Submit(1, context))
+    ((_, step),) = yard.scheduler.next_steps()
+    (join,) = step.joins
+    message = ready(join.row, ALL_TOKENS, joined=step.step)
+    yard.scheduler.images_ready(replace(message, seconds=np.array([seconds], np.float32)))
+    assert words in yard.scheduler.request_log.of(str(context.request_id))[-1]
 
 
 def test_no_empty_steps_are_sent_while_a_deterministic_row_waits_for_its_image() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from interfaces import Action, Order, OrderAnswer, Ready, Step
+from interfaces import Action, Order, OrderAnswer, Ready, Step, Welcome, WorkerGoodbye, decode, encode
 from scheduler import loop as loop_module
 from scheduler.health import CLOCK_JUMP_SECONDS, REPLICA_SILENCE_SECONDS
 from scheduler.loop import Loop
-from shared.endpoints import RunDirectory
+from shared.curve import make_peer_keys, make_server_keys
+from shared.endpoints import RunDirectory, remote_identity, worker_identity
+from shared.sockets import connect_dealer
 from tests.scheduler.test_core import REPLICA, Yard
+from tests.scheduler.test_remote_workers import hello
+from tests.system.server import free_port
 
 
 def test_one_turn_sends_all_steps_that_a_worker_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +78,15 @@ def test_a_predecessor_that_still_encodes_does_not_speak_for_its_successor(
     loop = Loop(yard.scheduler, RunDirectory(tmp_path))
     try:
         monkeypatch.setattr(loop.health, "worker_heard", heard.append)
+        loop._worker_identity[0] = b"worker"
         columns = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
         for epoch in (7, 0):
             loop._from_worker(b"worker", Ready(1, epoch, 0, *columns, {}))
             assert heard == ([] if epoch else [0])
+        loop._from_worker(b"another", Ready(1, 0, 0, *columns, {}))
+        loop._from_worker(b"another", WorkerGoodbye(0, 0))
+        assert heard == [0], "a peer speaks for itself alone"
+        assert 0 in yard.scheduler.workers
     finally:
         loop._context.destroy(linger=0)
 
@@ -102,4 +112,35 @@ def test_a_wait_for_running_requests_does_not_wait_for_those_that_stand_still(
         found = [(answer.refused, answer.requests) for answer in answers if isinstance(answer, OrderAnswer)]
         assert found == [("", 1), ("", 1), ("", 0), ("", 0), ("", 0)]
     finally:
+        loop._context.destroy(linger=0)
+
+
+def test_a_peer_of_another_machine_is_no_local_worker_whatever_its_name_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    make_server_keys(keys)
+    make_peer_keys(keys, "box")
+    yard = Yard()
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    loop = Loop(yard.scheduler, RunDirectory(tmp_path), endpoint, str(keys))
+    try:
+        # It would be asked for its process, be sent shared memory, and take over the connection of the one here.
+        false = connect_dealer(loop._context, endpoint, worker_identity(0, 0, 1), keys / "box")
+        false.send(encode(hello("a", 0, 5)))
+        true = connect_dealer(loop._context, endpoint, remote_identity("b"), keys / "box")
+        true.send(encode(hello("b")))
+        end = time.monotonic() + 60
+        while not ("may not have such a name" in caplog.text and true.poll(0)) and time.monotonic() < end:
+            loop._receive()
+        assert "may not have such a name" in caplog.text
+        assert isinstance(decode(true.recv()), Welcome)
+        assert not false.poll(0)
+        assert set(yard.scheduler.workers) == {0}
+        assert yard.scheduler.workers[0].hello.epoch == 0
+    finally:
+        assert loop._remote is not None
+        assert loop._guard is not None
+        loop._remote.close(linger=0)
+        loop._guard.stop()
         loop._context.destroy(linger=0)

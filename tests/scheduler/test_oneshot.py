@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interfaces import (
+    Batch,
     ErrorCode,
     Finish,
     PoolingContext,
@@ -289,6 +290,7 @@ def test_what_no_worker_can_do_is_refused_and_tasks_find_their_worker() -> None:
         context = PoolingContext.of([[1]], task, request_id=RequestID(task))
         yard.scheduler.submit(REPLICA, Submit(90 + index, context))
         ((found, batch),) = yard.scheduler.next_batches()
+        assert isinstance(batch, Batch)
         assert (found, requests_in(batch)) == (index, [task])
     for submit in (
         Submit(50, PoolingContext.of([[1]], PoolingTask.SPARSE)),

@@ -80,6 +80,7 @@ def in_turns(yard: TextYard, worker: SimulatedWorker, turns: int) -> str:
     queue: list[Batch | Step] = []
     for _ in range(turns):
         for _, batch in scheduler.next_batches():
+            assert isinstance(batch, Batch)
             queue.append(batch)
             order += "B"
         for _, step in scheduler.next_steps():
@@ -126,6 +127,7 @@ def test_a_suspected_text_has_no_step_beside_it() -> None:
     scheduler.step_result(worker.run(step))
     ((_, batch),) = scheduler.next_batches()
     assert scheduler.next_steps() == []
+    assert isinstance(batch, Batch)
     scheduler.batch_result(run(batch, 0))
     assert scheduler.next_steps()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.limits import CPU_TEXT_TOKENS, GPU_TEXT_TOKENS
 from scheduler.oneshot import MAX_VALUES
 from tests.scheduler.text_yard import LIMITS, REPLICA, TextYard, hello, tokens_in
 
@@ -33,13 +34,13 @@ def test_requests_that_end_while_nothing_is_computed_leave_nothing(workers: int)
 
 
 def test_requests_that_have_begun_count_with_the_rest_of_their_texts() -> None:
-    yard = TextYard(replace(LIMITS, max_queued=2, max_queued_tokens=5000))
+    yard = TextYard(replace(LIMITS, max_queued=2, max_queued_tokens=5500))
     yard.token_seconds = 1e-3
     first = yard.bulk(60, 100)
     assert not yard.asked[first].error, "a request beyond the limit is taken when nothing else waits"
     yard.send()
     assert yard.scheduler.oneshot.waiting == 0
-    assert "requests of 5500 tokens wait already" in yard.asked[yard.bulk(1, 100)].error
+    assert "requests of 5800 tokens wait already" in yard.asked[yard.bulk(1, 100)].error
     for _ in range(2):
         yard.answer()
         yard.send()
@@ -75,3 +76,12 @@ def test_the_values_of_a_batch_fit_a_message() -> None:
     yard.bulk(100, 32)
     (batch,) = yard.send()
     assert tokens_in(batch) == 256
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens"),
+    [("cpu", CPU_TEXT_TOKENS), ("cpu+cpu", CPU_TEXT_TOKENS), ("cuda:0", GPU_TEXT_TOKENS), ("cuda:1", GPU_TEXT_TOKENS)],
+)
+def test_batches_are_as_large_as_the_device_wants(device: str, tokens: int) -> None:
+    assert replace(LIMITS, max_text_tokens=None).text_batch_tokens(device) == tokens
+    assert replace(LIMITS, max_text_tokens=7).text_batch_tokens(device) == 7

@@ -2,34 +2,137 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from interfaces import ErrorCode, SamplingParams, TextContext
+from interfaces import ErrorCode, RequestError, RequestID, SamplingParams, Submit, TextContext
 from scheduler import placement
+from scheduler.placement_cost import ROWS_APART, TOKENS_OF_A_ROW, least_cost
 from scheduler.sequence import Sequence
 from tests.scheduler.simulated_worker import VOCAB
-from tests.scheduler.test_core import Yard
+from tests.scheduler.test_core import LIMITS, REPLICA, Yard
 
 
-def sequence(yard: Yard) -> Sequence:
-    yard.submit(99, [1, 2, 3], 5, [])
+def sequence(yard: Yard, tokens: list[int]) -> Sequence:
+    """A sequence that waits."""
+    handle = 900 + len(yard.scheduler.replicas.all_sequences())
+    yard.submit(handle, tokens, 5, [])
     return yard.scheduler.replicas.all_sequences()[-1]
 
 
-def test_the_worker_with_the_fewest_sequences_is_tried_first() -> None:
+def running(yard: Yard) -> list[int]:
+    return [worker.rows.running for worker in yard.scheduler.workers.values()]
+
+
+def compute(yard: Yard, index: int, prompt: list[int]) -> None:
+    """Have one worker compute a prompt, whatever the policy says, and end it."""
+    policy = yard.scheduler.policy
+    yard.scheduler.policy = lambda workers, sequence, most: [
+        choice for choice in least_cost(workers, sequence, most) if choice.worker.hello.index == index
+    ]
+    yard.submit(1000 + len(yard.finished), prompt, 1, [])
+    yard.drain()
+    yard.scheduler.policy = policy
+
+
+def test_prompts_that_share_nothing_spread_evenly() -> None:
     yard = Yard(workers=3, num_blocks=200)
     for handle in range(11):
         yard.submit(handle, [handle + 1], 30, [])
     yard.scheduler.next_steps()
-    workers = list(yard.scheduler.workers.values())
-    assert sorted(worker.rows.running for worker in workers) == [3, 4, 4]
-    random.shuffle(workers)
-    ordered = placement.order(workers, sequence(yard))
-    assert [worker.rows.running for worker in ordered] == [3, 4, 4]
-    assert placement.order(ordered[1:], sequence(yard)) == ordered[1:], "equal ones keep their order"
+    assert sorted(running(yard)) == [3, 4, 4]
+
+
+def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
+    yard = Yard(workers=3, num_blocks=200)
+    prompt = list(range(40))
+    compute(yard, 1, prompt)
+    choices = least_cost(list(yard.scheduler.workers.values()), sequence(yard, [*prompt, 41, 42]), 16)
+    assert [choice.worker.hello.index for choice in choices] == [1, 0, 2], "the others keep the order of their indices"
+    assert [(choice.match, choice.new_tokens, choice.backlog) for choice in choices] == [
+        (40, 2, 0),
+        (0, 42, 0),
+        (0, 42, 0),
+    ]
+    yard.drain()
+    worker = yard.scheduler.workers[1]
+    assert (worker.placed_tokens, worker.saved_tokens) == (82, 40)
+    assert yard.scheduler.status().workers[1].saved_tokens == 40
+    yard.start_worker(1, epoch=1)
+    status = yard.scheduler.status()
+    assert status.workers[1].saved_tokens == 0
+    assert (status.counters["placed_tokens"], status.counters["saved_tokens"]) == (82, 40), "they never fall"
+
+
+def test_a_backlog_that_costs_more_than_the_match_saves_sends_a_prompt_elsewhere() -> None:
+    yard = Yard(replace(LIMITS, max_batch_tokens=8), workers=2, num_blocks=200)
+    prompt = list(range(40))
+    compute(yard, 0, prompt)
+    asked = [*prompt, 41]
+    yard.submit(0, asked, 20, [])
+    yard.scheduler.next_steps()
+    assert running(yard) == [1, 0], "a sequence beside it costs less than 40 tokens"
+    assert TOKENS_OF_A_ROW < 40 < 2 * TOKENS_OF_A_ROW
+    yard.submit(1, asked, 20, [])
+    yard.scheduler.next_steps()
+    assert running(yard) == [2, 0]
+    yard.submit(2, asked, 20, [])
+    yard.scheduler.next_steps()
+    assert running(yard) == [2, 1], "now two workers have the prefix"
+
+
+def test_blocks_that_are_being_computed_count_as_a_match() -> None:
+    yard = Yard(replace(LIMITS, max_batch_tokens=8, min_awaited_tokens=8), workers=2, num_blocks=200, max_model_len=200)
+    prompt = list(range(120))
+    yard.submit(0, prompt, 5, [])
+    yard.scheduler.next_steps()
+    first, second = least_cost(list(yard.scheduler.workers.values()), sequence(yard, [*prompt, 121]), 16)
+    assert (first.worker.hello.index, first.match, first.new_tokens) == (1, 0, 121)
+    assert (second.match, second.new_tokens) == (120, 1)
+    assert second.backlog == 112 + TOKENS_OF_A_ROW, "what is left of the first prompt is waited for"
+
+
+@pytest.mark.parametrize(("step_tokens", "best"), [(400, 1), (399, 0)])
+def test_a_crowded_worker_is_spared_unless_its_match_saves_a_full_step(step_tokens: int, best: int) -> None:
+    yard = Yard(workers=2, num_blocks=2000, max_model_len=1000)
+    prompt = list(range(400))
+    compute(yard, 0, prompt)
+    yard.scheduler.policy = lambda workers, sequence, most: least_cost(workers[:1], sequence, most)
+    for handle in range(ROWS_APART + 1):
+        yard.submit(handle, [VOCAB - 1 - handle], 900, [])
+    yard.scheduler.next_steps()
+    assert running(yard) == [ROWS_APART + 1, 0]
+    choices = least_cost(list(yard.scheduler.workers.values()), sequence(yard, [*prompt, 500]), step_tokens)
+    assert min(choices, key=lambda choice: choice.cost).worker.hello.index == 0, "by cost alone"
+    assert choices[0].worker.hello.index == best
+
+
+def test_the_log_says_why_a_worker_was_chosen() -> None:
+    yard = Yard(workers=2, num_blocks=200)
+    compute(yard, 1, list(range(40)))
+    params = SamplingParams(seed=0, max_new_tokens=2)
+    context = TextContext.from_prompt(range(42), params, request_id=RequestID("asked"))
+    yard.scheduler.submit(REPLICA, Submit(0, context))
+    yard.drain()
+    story = "\n".join(yard.scheduler.request_log.of("asked"))
+    assert "admitted to worker 1 (epoch 0), row 0; 40 of 42 tokens were cached" in story
+    assert "its cost was 2 tokens to compute and a backlog of 0" in story
+    assert "other workers had at most 0 of its tokens, and a backlog of 0 on worker 0" in story
+
+
+def test_a_restarted_worker_has_nothing_cached_and_is_not_flooded() -> None:
+    yard = Yard(workers=2, num_blocks=400, max_model_len=200)
+    prompts = [list(range(start, start + 60)) for start in (0, 200, 400, 600)]
+    for index, prompt in zip((0, 0, 1, 1), prompts, strict=True):
+        compute(yard, index, prompt)
+    yard.start_worker(0, epoch=1)
+    for handle, prompt in enumerate([*prompts[2:], list(range(100, 160))]):
+        yard.submit(handle, [*prompt, 5], 5, [])
+    yard.scheduler.next_steps()
+    assert yard.scheduler.workers[0].rows.running == 1, "the worker with an empty table gets what no worker has"
+    assert yard.scheduler.workers[1].saved_tokens == 120, "what worker 1 knows stays there"
 
 
 def test_another_worker_is_tried_when_the_first_has_no_room() -> None:
@@ -56,6 +159,26 @@ def test_what_no_worker_can_run_is_named(tokens: list[int], wanted: int | None, 
     context = TextContext.from_prompt(tokens, SamplingParams(seed=0))
     error = placement.misfit(context, workers, wanted)
     assert (None if error is None else error.code) == code
+
+
+@pytest.mark.parametrize(
+    ("ranks", "width", "problem"),
+    [
+        (1, 4, None),
+        (1, 5, "embeddings must be vectors of 4 finite numbers"),
+        (2, 4, "embeddings are not taken by a group of ranks (tensor_parallel 2): send tokens or text"),
+    ],
+)
+def test_embeddings_that_a_worker_cannot_take_are_refused(ranks: int, width: int, problem: str | None) -> None:
+    yard = Yard(workers=1)
+    assert not yard.scheduler.worker_hello(replace(yard.workers[0].hello, hidden_size=4, ranks=ranks))
+    workers = yard.scheduler.workers.values()
+    vectors = np.ones((3, width), np.float32)
+    context = TextContext.from_prompt([0] * 3, SamplingParams(seed=0), prompt_embeddings=vectors)
+    error = placement.misfit(context, workers, None)
+    assert error == (None if problem is None else RequestError(ErrorCode.INVALID, problem))
+    plain = TextContext.from_prompt([0] * 3, SamplingParams(seed=0))
+    assert placement.misfit(plain, workers, None) is None
 
 
 def test_the_smallest_worker_decides_what_fits() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from interfaces import Finish
 from scheduler.stillness import LOOK_SECONDS, STUCK_SECONDS
 from tests.scheduler.simulated_worker import naive_generate
-from tests.scheduler.test_core import Yard
+from tests.scheduler.test_core import LIMITS, Yard
 
 
 def look(yard: Yard, seconds: float) -> None:
@@ -88,3 +90,13 @@ def test_a_request_that_is_nowhere_is_found(running: bool, caplog: pytest.LogCap
     assert "neither in line nor on a worker" in caplog.text
     yard.drain()
     assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], 9)
+
+
+def test_a_row_whose_beginning_is_computed_for_another_one_is_not_stuck() -> None:
+    yard = Yard(replace(LIMITS, max_batch_tokens=4, min_awaited_tokens=8), num_blocks=60)
+    prompt = list(range(60))
+    yard.submit(0, prompt, 5, [])
+    yard.submit(1, [*prompt, 300], 5, [])
+    while yard.turn():
+        look(yard, STUCK_SECONDS / 3)
+    assert yard.finished == {0: Finish.LENGTH, 1: Finish.LENGTH}

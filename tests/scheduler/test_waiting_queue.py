@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, SamplingParams, SchedulingOptions, Submit, TextContext
+from interfaces import LOWEST_PRIORITY, Finish, SamplingParams, SchedulingOptions, Submit, TextContext
 from scheduler.sequence import Sequence
 from scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.simulated_worker import naive_generate
@@ -139,6 +139,28 @@ def test_the_queue_is_bounded_by_tokens() -> None:
     yard.drain()
     assert yard.finished[2] == Finish.FAILED
     assert "requests of 10 tokens wait already" in yard.errors[2]
+
+
+def test_requests_of_batches_fill_no_queue_for_others() -> None:
+    yard = Yard(replace(LIMITS, max_queued=2, max_queued_tokens=12))
+    for handle in range(3):
+        submit(yard, handle, priority=LOWEST_PRIORITY)
+    submit(yard, 3)
+    submit(yard, 4)
+    submit(yard, 5)
+    yard.drain()
+    assert [yard.finished[h] for h in range(6)] == [*[Finish.LENGTH] * 2, Finish.FAILED] * 2
+    assert (yard.scheduler.waiting.background, yard.scheduler.waiting.background_tokens) == (0, 0)
+
+
+def test_the_next_part_of_an_answer_is_not_refused_by_a_full_queue() -> None:
+    yard = Yard(replace(LIMITS, max_queued=2, max_open_per_tenant=2))
+    for handle in range(3):
+        context = TextContext.from_prompt([2] * 5, SamplingParams(seed=handle, max_new_tokens=1))
+        yard.max_new[handle] = 1
+        yard.scheduler.submit(REPLICA, Submit(handle, context, SchedulingOptions(), again=handle == 2))
+    yard.drain()
+    assert yard.finished == dict.fromkeys(range(3), Finish.LENGTH)
 
 
 @pytest.mark.parametrize("limit", ["queue_seconds", "total_seconds"])

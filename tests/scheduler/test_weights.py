@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,18 @@ def test_without_workers_an_order_is_refused_for_now(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, workers=0)
     trainer.update()
     assert trainer.answers()[0].unavailable
+
+
+def test_the_weights_of_a_group_of_ranks_stay(trainer: Trainer) -> None:
+    worker = trainer.yard.workers[1].hello
+    assert trainer.yard.scheduler.worker_hello(replace(worker, epoch=worker.epoch + 1, ranks=2))
+    for action in (WeightsAction.UPDATE, WeightsAction.RELEASE, WeightsAction.READ):
+        trainer.order(action, source="/new", tags=[KV_CACHE])
+        (answer,) = trainer.answers()
+        assert (
+            "a group of ranks (tensor_parallel 2) are not changed while it runs: restart the server" in answer.refused
+        )
+    trainer.order(WeightsAction.RENAME, version="named")
+    (answer,) = trainer.answers()
+    assert (answer.refused, answer.version) == ("", "named")
+    assert trainer.take() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from hashlib import sha256
 from pathlib import Path
@@ -91,3 +92,48 @@ def test_a_file_without_keys_is_no_open_door(tmp_path: Path) -> None:
 
 def test_settings_do_not_show_keys() -> None:
     assert "sesame" not in repr(Settings(api_key="sesame-1", admin_api_key="sesame-2"))
+
+
+def test_a_line_gives_a_key_its_weight_name_and_limits(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one 3 name=team-a rpm=60 tpm=5000\ntwo rpm=5\nthree\n")
+    kept = with_digests(Settings(api_key_file=str(file)))
+    assert with_digests(kept) == kept
+    found = AccessKeys.of(kept)
+    one, two, three = (found.caller(key) for key in ("one", "two", "three"))
+    assert one is not None
+    assert (one.name, one.weight, one.requests_per_minute, one.tokens_per_minute) == ("team-a", 3, 60, 5000)
+    assert two is not None
+    assert (two.name, two.weight, two.requests_per_minute, two.tokens_per_minute) == (
+        f"key-{sha256(b'two').hexdigest()[:8]}", 1, 5, 0,
+    )  # fmt: skip
+    assert three is not None
+    assert (three.requests_per_minute, three.tokens_per_minute) == (0, 0)
+    assert [caller.name for caller in found.callers] == [one.name, two.name, three.name]
+    assert AccessKeys.of(Settings(api_key=f"{digest_of('x')}*2;rpm=7")).caller("x") == dataclasses.replace(
+        two, name=f"key-{sha256(b'x').hexdigest()[:8]}", weight=2, requests_per_minute=7
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["k 0", "k 3 4", "k rpm=0", "k rpm=1 rpm=2", "k name=key-1", "k name=a,b", "k name=", "k mood=1", "k tpm=-1"],
+)
+def test_another_word_behind_a_key_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "keys").write_text(f"good\n{line}\n")
+    with pytest.raises(SettingsError, match=r"line 2 of api_key_file .*: after a key may come its weight"):
+        AccessKeys.of(Settings(api_key_file=str(tmp_path / "keys")))
+
+
+def test_a_name_belongs_to_one_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one name=team\ntwo name=team\n")
+    with pytest.raises(SettingsError, match="two API keys have the name 'team'"):
+        AccessKeys.of(Settings(api_key_file=str(tmp_path / "keys")))
+
+
+def test_names_that_are_made_may_meet_unless_keys_have_files() -> None:
+    keys = f"sha256:{'a' * 64},sha256:{'a' * 8}{'b' * 56}"
+    assert len(AccessKeys.of(Settings(api_key=keys)).users) == 2
+    with pytest.raises(SettingsError, match="two API keys have the name 'key-aaaaaaaa'"):
+        AccessKeys.of(Settings(api_key=keys, batch_dir="/batches"))
+    assert len(AccessKeys.of(Settings(api_key=keys.replace(",", ";name=a,"), batch_dir="/batches")).users) == 2

@@ -16,7 +16,7 @@ import zmq
 
 from interfaces.messages import Goodbye, Inquiry
 from interfaces.wire.codec import decode, encode
-from shared.curve import bind_secure, check_server_keys, make_peer_keys, make_server_keys
+from shared.curve import PeerList, bind_secure, check_server_keys, make_peer_keys, make_server_keys
 from shared.settings import SettingsError
 from shared.sockets import bind_router, connect_dealer, send_to
 from tests.system.server import free_port
@@ -184,3 +184,52 @@ def test_the_allow_list_is_read_at_the_start(
     started = time.monotonic()
     assert not router.poll(QUIET_MS)
     assert time.monotonic() - started >= QUIET_MS / 1000 - 0.05
+
+
+def test_a_peer_that_is_listed_later_comes_in_without_a_restart(context: zmq.Context[Any], keys: Path) -> None:
+    router = bind_router(context, f"ipc://{keys.parent}/late.sock")
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    peers = bind_secure(router, endpoint, keys)
+    try:
+        carried = make_peer_keys(keys, "late")
+        early = connect_dealer(context, endpoint, b"early", carried)
+        early.send(encode(Inquiry("early")))
+        assert not router.poll(QUIET_MS), "the list is as it was read"
+        assert peers.refresh()
+        assert not peers.refresh(), "nothing has changed since"
+        late = connect_dealer(context, endpoint, b"late", carried)
+        late.send(encode(Inquiry("late")))
+        assert router.poll(5000)
+        assert decode(router.recv_multipart()[1]) in (Inquiry("late"), Inquiry("early"))
+    finally:
+        router.close(linger=0)
+        peers.stop()
+
+
+def test_a_removed_peer_stays_out_whatever_the_other_files_are(
+    context: zmq.Context[Any], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = keys / "peers"
+    other = make_peer_keys(keys, "other")
+    removed = zmq.auth.load_certificate(keys / "box" / "peer.key_secret")[0]
+    left = zmq.auth.load_certificate(other / "peer.key_secret")[0]
+    peers = PeerList(context, keys)
+    try:
+        assert peers.callback("", removed)
+        for text in ("", "public-key", 'public-key = "abc"'):
+            (folder / "half.key").write_text(text)
+            peers.refresh()
+            assert peers.callback("", removed)
+        (folder / "gone.key").symlink_to(folder / "nothing")
+        (folder / "box.key").unlink()
+        assert peers.refresh()
+        assert not peers.callback("", removed)
+        assert peers.callback("", left)
+        assert not peers.refresh()
+        assert caplog.text.count("half.key cannot be read") == 1
+        made = zmq.curve_keypair()[0]
+        (folder / "half.key").write_text(f'public-key = "{made.decode()}"')
+        assert peers.refresh()
+        assert peers.callback("", made)
+    finally:
+        peers.stop()

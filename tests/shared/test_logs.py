@@ -64,6 +64,16 @@ def test_nothing_ends_a_line_or_moves_the_cursor(capsys: pytest.CaptureFixture[s
     assert end not in written.removesuffix("\n")
 
 
+def test_a_text_line_names_a_request_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logs.configure("one", "info")
+    with logs.about("mine", "abc"):
+        log.info("request mine failed")
+        log.info("access", extra={"facts": {"request_id": "mine"}})
+    log.info("hello")
+    ends = [line.partition("one: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert ends == ["request mine failed trace_id=abc", "access request_id=mine trace_id=abc", "hello"]
+
+
 def test_a_request_is_named_in_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     token = logs.of_request.set({"request_id": "mine", "trace_id": "abc"})
     try:
@@ -72,7 +82,7 @@ def test_a_request_is_named_in_its_lines(capsys: pytest.CaptureFixture[str]) -> 
     finally:
         logs.of_request.reset(token)
     text, record = capsys.readouterr().err.splitlines()
-    assert text.endswith("one: hello trace_id=abc")
+    assert text.endswith("one: hello request_id=mine trace_id=abc")
     assert json.loads(record)["request_id"] == "mine"
 
 

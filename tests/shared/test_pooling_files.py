@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shared.pair_template import PairTemplate, chat_pair, qwen_template
-from shared.pooling_files import PoolingFiles, PoolingModule, pooling_modes, task_of
+from shared.pooling_files import PoolingFiles, pooling_modes, task_of
+from shared.pooling_modules import PoolingModule
 
 QUERY_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}I={{ m['content'] }};{% elif m['role'] == 'query' %}"

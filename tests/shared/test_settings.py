@@ -16,20 +16,9 @@ from shared.forkserver import FORKS
 from shared.liveness import SUPERVISOR_PID
 from shared.logs import FORMATS
 from shared.phases import STATUS_FD
-from shared.settings import (
-    DTYPES,
-    FIELDS,
-    GUARDS,
-    KINDS,
-    KV_DTYPES,
-    LOG_LEVELS,
-    QUANTIZATIONS,
-    SECRETS,
-    TASKS,
-    Settings,
-    SettingsError,
-    parse_memory,
-)
+from shared.setting_checks import DTYPES, KV_DTYPES, LOG_LEVELS, QUANTIZATIONS, TASKS, parse_memory
+from shared.setting_forms import step_tokens
+from shared.settings import FIELDS, GUARDS, KINDS, SECRETS, Settings, SettingsError
 from shared.settings_sources import config_file, resolve
 
 devices = st.one_of(
@@ -45,6 +34,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "private_metrics": st.just(False),  # True wants keys: tests/api_server/web/test_access.py
     "cors_origins": st.sampled_from(["auto", "none", "*", "null, https://example.com", "http://[::1]:3000"]),
     "devices": devices,
+    "tensor_parallel": st.just(1),  # More want other settings as they are: below.
     "dtype": st.sampled_from(DTYPES),
     "task": st.sampled_from(TASKS),
     "quantization": st.sampled_from(QUANTIZATIONS),
@@ -76,17 +66,24 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "drain_delay": st.integers(0, 3600),
     "control_tokens": st.booleans(),
     "limit_images": st.integers(0, 1024),
+    "max_audio_seconds": st.integers(1, 1800),
     "max_image_tokens": st.integers(16, 10**6),
     "max_video_tokens": st.integers(16, 10**6),
     "media_cache": st.integers(1, 4000).map(lambda n: f"{n}MiB"),
     "vision": st.booleans(),
+    # Another number may be that of `port`.
+    "ollama_port": st.just(0),
+    "batch_dir": st.sampled_from(["/batches", "./batches"]),
+    "batch_space": st.sampled_from(["500MB", "10GB"]),
     "log_level": st.sampled_from(LOG_LEVELS),
     "log_format": st.sampled_from(FORMATS),
     "access_log": st.booleans(),
+    "ui": st.booleans(),
 }
 digests = st.binary(min_size=32, max_size=32).map(lambda digest: f"sha256:{digest.hex()}")
 values |= {name: st.lists(digests, min_size=1, max_size=3).map(",".join) for name in SECRETS}
 values |= {name: st.text("abc/-", min_size=1, max_size=9) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+values["kv_events"] = st.sampled_from(["tcp://127.0.0.1:5557", "tcp://[::1]:5557"])
 values["worker_endpoint"] = st.sampled_from(["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600"])
 values["fetch_hosts"] = st.sampled_from(["docs.example.com, *.example.org", "10.0.0.0/8,::1,wiki"])
 values["curve_keys"] = st.text("abc/-", min_size=1, max_size=9)
@@ -163,6 +160,21 @@ def test_the_run_directorys_file_brings_the_same_settings(
             ["fetch_hosts must be", "http://b", "docs.example.com", "command line"],
         ),
         ({"worker_endpoint": "ipc:///tmp/x"}, ["worker_endpoint", "tcp://ADDRESS:PORT"]),
+        ({"kv_events": "5557"}, ["kv_events", "tcp://ADDRESS:PORT"]),
+        ({"tensor_parallel": 17}, ["tensor_parallel must be 1 to 16, got 17"]),
+        *(
+            ({"tensor_parallel": 2, name: value}, [f"{name} {value!r} does not work with tensor_parallel 2", remedy])
+            for name, value, remedy in (
+                ("quantization", "int8", "use quantization 'none', or leave tensor_parallel out"),
+                ("kv_dtype", "fp8", "use kv_dtype 'auto'"),
+                ("speculate", "auto", "use speculate 0"),
+                ("lora", "a=b", "use lora ''"),
+                ("task", "embed", "use task 'auto'"),
+                ("devices", "cuda:0", "use devices cpu"),
+            )
+        ),
+        ({"devices": "none"}, ["devices", "worker_endpoint"]),
+        ({"devices": "none", "worker_endpoint": "tcp://*:5600", "also": "a=b"}, ["devices", "also"]),
     ],
 )
 def test_a_bad_value_is_named_with_its_source_and_a_remedy(flags: dict[str, Any], words: list[str]) -> None:
@@ -274,6 +286,7 @@ def test_true_in_the_environment(text: str) -> None:
         (b'port = "80"', "port in .* must be a whole number, got '80'"),
         (b"port = true", "port in .* must be a whole number, got True"),
         (b"overlap = 1", "overlap in .* must be true or false, got 1"),
+        (b"max_audio_seconds = 1801", "max_audio_seconds must be 1 to 1800, got 1801"),
         (b"port = 70000", "port must be 1 to 65535, got 70000 .from file"),
         (b"port = ", "cannot be read"),
         (b"model = '\xff'", "cannot be read"),
@@ -346,3 +359,13 @@ def test_every_setting_explains_itself() -> None:
         assert len(setting.metadata["help"]) > 20
         assert setting.metadata["group"]
         assert KINDS[setting.name] in (bool, int, str)
+
+
+def test_a_gpu_takes_more_tokens_in_a_step() -> None:
+    assert [step_tokens(None, devices) for devices in ("cpu", "none", "cpu,cuda:0", "cuda:0,cuda:1")] == [
+        512,
+        512,
+        512,
+        2048,
+    ]
+    assert step_tokens(100, "cuda:0") == 100

@@ -9,7 +9,7 @@ import pytest
 
 from tests.system.pooling_models import make_embedder
 from tests.system.served_model import make_model
-from tests.system.server import Server
+from tests.system.server import Server, free_port
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,8 @@ def target(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ["--dtype", "float32", "--max-batch-tokens", "48", "--max-running", "16", "--kv-memory", "2MB"]
-    with Server(model, [*flags, "--fetch-hosts", "127.0.0.1"], log) as running:
+    more = ["--fetch-hosts", "127.0.0.1", "--ollama-port", str(free_port())]
+    with Server(model, [*flags, *more], log) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import urllib.error
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,11 @@ _GROWTH = 150 << 20
 
 def go_on(server: Server) -> None:
     """Takes a pause of any kind back."""
-    server.post("/wake_up", {})
-    server.post("/continue_generation", {})
+    for path in ("/wake_up", "/continue_generation"):
+        try:
+            server.post(path, {})
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {error.read().decode()}") from error
 
 
 @dataclass

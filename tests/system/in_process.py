@@ -5,6 +5,7 @@ The real scheduler, the real engines, every message through the codec.
 
 from __future__ import annotations
 
+import select
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import (
+    NO_IMAGES,
     Finish,
+    Ready,
     SamplingParams,
     SchedulingOptions,
     Step,
@@ -28,14 +31,16 @@ from interfaces import (
 )
 from interfaces.base.log_probabilities import LogProbabilities
 from model_worker.backends.base import Backend
-from model_worker.drafters.base import Drafter
+from model_worker.drafters.base import Drafter, ModelDrafter
 from model_worker.drafters.chosen import without_models
-from model_worker.drafters.draft_model import DraftModel
+from model_worker.drafters.eagle3_head import Eagle3Head
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
 from model_worker.execution.base import DeviceStep, WorkerIdentity
 from model_worker.execution.flight import Pending
+from model_worker.execution.images import encode_queue, image_rows
 from model_worker.grammar.masks import Masks
+from model_worker.loading.draft import DraftModelGuesser, HeadGuesser
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.rows import WorkerRows
@@ -46,6 +51,8 @@ from scheduler.core import Scheduler
 from scheduler.limits import Limits
 
 REPLICA = b"replica"
+# Seconds within which an image of a tiny model is encoded on any machine.
+IMAGE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Shape:
     learns: bool = False
     drafters: Sequence[Drafter] | None = None
     draft: LoadedModel | None = None
+    head: Eagle3Head | None = None
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -114,10 +122,11 @@ class InProcessServer:
             self.backends[index] = shared.backend
             most = shape.most_guesses
             drafters = without_models("text,suffix") if shape.drafters is None else shape.drafters
-            models = []
+            models: list[ModelDrafter] = []
             if shape.draft is not None:
-                runner = ModelRunner(shape.draft, shape.num_blocks, shape.block_size)
-                models.append(DraftModel(runner.backend, shared.rows, shared.sampler))
+                models.append(DraftModelGuesser(shape.draft).drafter(shared, shape.num_blocks))
+            if shape.head is not None:
+                models.append(HeadGuesser(shape.head, "DIR").drafter(shared, shape.num_blocks))
             executors = executors_for(shared, shape.device_overlap, most, shape.learns, drafters, models)
             self.engines[index] = Engine(shared, executors)
             self.scheduler.worker_hello(_hello(loaded, shape, index, shared.backend.row_invariant))
@@ -135,7 +144,7 @@ class InProcessServer:
         return handle
 
     def run(self) -> list[Answer]:
-        while self.turn():
+        while self.turn() or self._await_images():
             pass
         return [self.answers[handle] for handle in sorted(self.answers)]
 
@@ -144,13 +153,43 @@ class InProcessServer:
             message = decode(encode(step))
             assert isinstance(message, Step)
             self.in_flight[index].append(message)
+        has_images = self._take_images()
         busy = [index for index in self.engines if self.in_flight[index] or self.pending[index]]
         for index in busy:
             result = self._next_result(index)
             if result is not None:
                 self.scheduler.step_result(decode(encode(result)))
         self._read_news()
-        return bool(busy)
+        return bool(busy) or has_images
+
+    def _await_images(self) -> bool:
+        """Wait until images are encoded that rows wait for. False if no row waits for one."""
+        if not any(worker.images.encoding() for worker in self.scheduler.workers.values()):
+            return False
+        queues = [engine.encoding for engine in self.engines.values() if engine.encoding is not None]
+        assert select.select(queues, [], [], IMAGE_SECONDS)[0], "the images of rows were not encoded"
+        self._take_images()
+        return True
+
+    def _take_images(self) -> bool:
+        """Tell the scheduler of images that are encoded. False if there are none."""
+        found = False
+        for index, engine in self.engines.items():
+            ready = [] if engine.encoding is None else engine.encoding.take()
+            if not ready:
+                continue
+            message = Ready(
+                1,
+                0,
+                index,
+                np.array([row.row for row in ready], np.int32),
+                np.array([row.joined for row in ready], np.int64),
+                np.array([row.upto for row in ready], np.int32),
+                {row.row: row.error for row in ready if row.error is not None},
+            )
+            self.scheduler.images_ready(decode(encode(message)))
+            found = True
+        return found
 
     def _next_result(self, index: int) -> StepResult | None:
         engine = self.engines[index]
@@ -192,7 +231,10 @@ def _device_step(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | N
     runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
-    return DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, 0), masks)
+    images = image_rows(loaded)
+    step = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, 0), masks, images)
+    step.encoding = None if images is None else encode_queue(images)
+    return step
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int, row_invariant: bool) -> WorkerHello:
@@ -213,4 +255,5 @@ def _hello(loaded: LoadedModel, shape: Shape, index: int, row_invariant: bool) -
         hidden_size=int(embedding.weight.shape[1]),
         row_invariant=row_invariant,
         guesses=row_invariant,
+        images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
     )

@@ -62,11 +62,15 @@ class Server(Running):
             return True
 
     def processes(self) -> list[int]:
-        """Their pids, once each worker has begun what it begins when nobody waits."""
+        """Their pids, once each worker and each API process of a model that generates has started its helper."""
+        helpers = {
+            "model_worker": "model_worker.grammar.mask_process",
+            "api_server": "api_server.constraints.compile_process",
+        }
         self.wait_for(
-            "the start of mask processes",
-            20,
-            lambda: self.count("model_worker.grammar.mask_process") >= self.count("model_worker"),
+            "the start of mask processes and compile processes",
+            60,
+            lambda: all(self.count(helper) >= self.count(module) for module, helper in helpers.items()),
         )
         return sorted(child.pid for child in self.children())
 
@@ -86,10 +90,31 @@ class Server(Running):
 
     def metrics(self, name: str) -> dict[str, float]:
         """Samples of one metric by their labels."""
+        return _samples(self._scraped(), name)
+
+    def totals(self, *names: str) -> list[float]:
+        """The sum of each metric over its labels, all of one moment; `NAME{LABEL}` sums the samples with this label.
+
+        Counters of requests are those of now. What begins with tokenyard_scheduler, and gauges, come together in the
+        scheduler's status, which is half a second old: a gauge that must be of after an event is asked for together
+        with a counter that the event has raised.
+        """
+        text = self._scraped()
+        found = []
+        for asked in names:
+            name, _, label = asked.partition("{")
+            samples = _samples(text, name)
+            found.append(sum(value for labels, value in samples.items() if label.removesuffix("}") in labels))
+        return found
+
+    def total(self, name: str) -> float:
+        [found] = self.totals(name)
+        return found
+
+    def _scraped(self) -> str:
         with urllib.request.urlopen(self.url + "/metrics", timeout=90, context=self.tls) as response:
-            text = response.read().decode()
-        pattern = re.compile(rf"^{name}(\{{.*\}})? (\S+)$", re.MULTILINE)
-        return {labels or "": float(value) for labels, value in pattern.findall(text)}
+            text: str = response.read().decode()
+        return text
 
     def wait_for(self, what: str, seconds: float, condition: Any) -> None:
         deadline = time.monotonic() + seconds
@@ -98,9 +123,14 @@ class Server(Running):
             time.sleep(0.05)
 
 
+def _samples(text: str, name: str) -> dict[str, float]:
+    pattern = re.compile(rf"^{name}(\{{.*\}})? (\S+)$", re.MULTILINE)
+    return {labels or "": float(value) for labels, value in pattern.findall(text)}
+
+
 def _command_line(process: psutil.Process) -> str:
-    """Nothing for a process that has just ended: killing is what some tests do."""
+    """With a blank behind the last word. Nothing for a process that has just ended: killing is what some tests do."""
     try:
-        return " ".join(process.cmdline())
+        return " ".join(process.cmdline()).rstrip("]") + " "
     except psutil.Error:
         return ""

@@ -19,6 +19,7 @@ from huggingface_hub import InferenceClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.system.server import Server
+from tests.system.test_resilience import last_frame, open_stream
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +155,17 @@ def test_a_pause_changes_no_token(server: Server, mode: str) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
     body = {"input_ids": random.sample(range(3, 400), 60), "sampling_params": sampling}
     undisturbed = server.post("/generate", body)["output_ids"]
+    connection, response = open_stream(server, body | {"stream": True})
+    assert response.readline().startswith(b"data: {")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        future = pool.submit(server.post, "/generate", body)
-        time.sleep(0.05)
         assert server.post("/pause_generation", {"mode": mode})["status"] == "ok"
+        future = pool.submit(last_frame, response)
         time.sleep(0.3)
         early = future.done()
         assert server.post("/continue_generation", {})["status"] == "ok"
         assert not early
         assert future.result(60)["output_ids"] == undisturbed
+    connection.close()
 
 
 def test_an_aborted_request_answers_with_what_it_has(server: Server) -> None:

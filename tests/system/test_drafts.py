@@ -21,7 +21,7 @@ from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
 from tests.api_server.constraints.vocabulary import EOS, compiled
 from tests.model_worker.drafters.oracle import Oracle
-from tests.model_worker.tiny_models import VOCAB, tiny_model
+from tests.model_worker.tiny_models import VOCAB, own_tiny_model, tiny_model
 from tests.system.in_process import Answer, InProcessServer, Shape, load
 from tests.system.test_ahead import device_params, greedy_params, host_params
 from tests.system.test_sampled_stability import random_params
@@ -91,7 +91,7 @@ def test_no_guess_changes_an_answer(shape: Shape, kinds: tuple[Params, ...], cha
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights over the embedded model's tokens."""
-    path = tiny_model("llama", tmp_path_factory.mktemp("model"), vocab_size=4096, max_position_embeddings=1024)
+    path = own_tiny_model("llama", tmp_path_factory.mktemp("model"), vocab_size=4096, max_position_embeddings=1024)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(WEIGHTS / name, path / name)
     return path
@@ -153,7 +153,7 @@ def test_nothing_is_guessed_where_a_row_depends_on_its_neighbours(tmp_path: Path
 
 def model_that_goes_round(directory: Path) -> Path:
     """A token says what the next one is, whatever came before: soon one comes that came before."""
-    path = tiny_model("llama", directory, seed=1)
+    path = own_tiny_model("llama", directory, seed=1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:

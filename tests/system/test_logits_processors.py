@@ -16,6 +16,8 @@ from tests.system.server import Server
 PROCESSORS = "tests.model_worker.sampling.test_processors"
 # So that both answers are under way when a process is killed.
 LENGTH = 300
+PROMPT = [5, 6, 7]
+PROMPTS = "tokenyard_prompt_tokens_total"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def post(server: Server, path: str, **body: Any) -> httpx.Response:
 
 def tokens(server: Server, length: int, **body: Any) -> list[int]:
     sampling = {"max_new_tokens": length, "ignore_eos": True, "sampling_seed": 3, **body.pop("sampling_params", {})}
-    response = post(server, "/generate", input_ids=[5, 6, 7], sampling_params=sampling, **body)
+    response = post(server, "/generate", input_ids=PROMPT, sampling_params=sampling, **body)
     assert response.status_code == 200, response.text
     ids: list[int] = response.json()["output_ids"]
     return ids
@@ -60,8 +62,9 @@ def test_a_killed_process_changes_no_byte(server: Server, module: str) -> None:
     ]
     undisturbed = [tokens(server, LENGTH, **body) for body in asked]
     assert undisturbed[0] == list(range(10, 10 + LENGTH))
+    prompts = server.total(PROMPTS)
     with ThreadPoolExecutor(2) as pool:
         disturbed = [pool.submit(tokens, server, LENGTH, **body) for body in asked]
-        server.wait_for("both run", 20, lambda: sum(server.metrics("tokenyard_requests_running").values()) == 2)
+        server.wait_for("both are submitted", 60, lambda: server.total(PROMPTS) == prompts + 2 * len(PROMPT))
         server.child(module).send_signal(signal.SIGKILL)
         assert [each.result() for each in disturbed] == undisturbed

@@ -32,7 +32,7 @@ from interfaces.request.constraint import Constraint, ConstraintKind
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
 from model_worker.pipelines.text import TextPipeline
-from tests.model_worker.tiny_models import tiny_model
+from tests.model_worker.tiny_models import own_tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "offline.md"
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT)
-    path = tiny_model("llama", tmp_path_factory.mktemp("models"), vocab_size=257, eos_token_id=256)
+    path = own_tiny_model("llama", tmp_path_factory.mktemp("models"), vocab_size=257, eos_token_id=256)
     tokenizer.save_pretrained(path)
     return path
 

@@ -49,13 +49,21 @@ def running(server: Server) -> float:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
     body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 2000}, "stream": stream}
+    prompts, cancelled = server.totals("tokenyard_prompt_tokens_total", "tokenyard_scheduler_cancelled_total")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-    server.wait_for("the request runs", 20, lambda: running(server) == 1 and used_blocks(server) > 0)
+    server.wait_for("its prompt is submitted", 60, lambda: server.total("tokenyard_prompt_tokens_total") > prompts)
     if connection.sock is not None:
         connection.sock.shutdown(2)
     connection.close()
-    server.wait_for("the request is gone", 60, lambda: running(server) == 0 and used_blocks(server) == 0)
+    # All of one status: an older one knows nothing of this request.
+    names = ("tokenyard_requests_running", 'tokenyard_kv_blocks{state="used"}')
+
+    def is_gone() -> bool:
+        now, *held = server.totals("tokenyard_scheduler_cancelled_total", *names)
+        return now > cancelled and held == [0, 0]
+
+    server.wait_for("the request is cancelled and holds nothing", 60, is_gone)
 
 
 def test_the_server_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from model_worker.grammar.masks import Masks
 from model_worker.model import LoadedModel
 from shared.grammar import GrammarError
 from tests.api_server.constraints.vocabulary import EOS, compiled
-from tests.model_worker.tiny_models import tiny_model
+from tests.model_worker.tiny_models import own_tiny_model
 from tests.system.in_process import Answer, InProcessServer, Shape, load
 
 WEIGHTS = Path(embedded_model.__file__).parent / "weights"
@@ -41,7 +41,7 @@ ROOM = Shape(num_blocks=4000, max_model_len=900, max_rows=32, max_batch_tokens=2
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights over the embedded model's tokens."""
-    path = tiny_model("llama", tmp_path_factory.mktemp("model"), vocab_size=VOCAB, max_position_embeddings=1024)
+    path = own_tiny_model("llama", tmp_path_factory.mktemp("model"), vocab_size=VOCAB, max_position_embeddings=1024)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(WEIGHTS / name, path / name)
     return path

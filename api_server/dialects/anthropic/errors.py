@@ -28,6 +28,7 @@ _FORM = {
     ErrorKind.UNAUTHORIZED: (401, "authentication_error"),
     ErrorKind.FORBIDDEN: (403, "permission_error"),
     ErrorKind.OVERLOADED: (429, "rate_limit_error"),
+    ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
     ErrorKind.TIMEOUT: (504, "timeout_error"),
     ErrorKind.GENERATION_FAILED: (500, "api_error"),

@@ -13,6 +13,7 @@ from api_server.body.unknown_fields import Refusals, unless
 from api_server.body.validation import Mismatch, parse
 from api_server.dialects.openai import errors as openai_errors
 from api_server.errors import RequestFailed, invalid
+from api_server.pooling.pooling import name_of_model
 from api_server.pooling.ranking import Scores, scores
 from api_server.pooling.reading import MOST_TEXTS, Reading
 from api_server.web.endpoint import Call, Document
@@ -175,7 +176,7 @@ def _answer(call: Call, body: RerankBody, found: Scores) -> dict[str, Any]:
         results.append(result)
     return {
         "id": call.request_id,
-        "model": call.server.model_name,
+        "model": name_of_model(call),
         "results": results,
         "usage": {"prompt_tokens": found.tokens, "total_tokens": found.tokens},
         "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": found.tokens}},

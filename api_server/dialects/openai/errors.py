@@ -28,6 +28,7 @@ _FORM: dict[ErrorKind, tuple[int, str, str | None]] = {
     ErrorKind.UNAUTHORIZED: (401, _INVALID_REQUEST, "invalid_api_key"),
     ErrorKind.FORBIDDEN: (403, _INVALID_REQUEST, "forbidden"),
     ErrorKind.OVERLOADED: (429, "rate_limit_error", "overloaded"),
+    ErrorKind.RATE_LIMITED: (429, "rate_limit_error", "rate_limit_exceeded"),
     ErrorKind.UNAVAILABLE: (503, "server_error", "unavailable"),
     ErrorKind.TIMEOUT: (504, "server_error", "timeout"),
     ErrorKind.GENERATION_FAILED: (500, "server_error", "generation_failed"),

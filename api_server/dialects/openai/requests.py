@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from api_server.body import item_limits, unknown_fields, validation
 from api_server.body.unknown_fields import ALWAYS, Refusals, unless
-from api_server.chat import documents, images, videos
+from api_server.chat import documents, images, sounds, videos
 from api_server.chat.media_parts import of_messages
 from api_server.chat.messages import chat_messages
 from api_server.chat.thinking import template_options
@@ -111,6 +111,7 @@ async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     await images.load(call.server, given.messages, "messages", images.openai_part, bounds)
     options = videos.io_options(given.media_io_kwargs, "media_io_kwargs")
     await videos.load(call.server, given.messages, "messages", options, bounds)
+    await sounds.load(call.server, given.messages, "messages")
     return await call.apart(lambda: _chat_request(call, given, use))
 
 

@@ -127,6 +127,33 @@ def _model(server: ServerState) -> dict[str, Any]:
         "parent": None,
         "max_model_len": server.max_model_len,
         "task": server.task,
+        **_voices(server),
+        **_sizes(server),
+    }
+
+
+def _voices(server: ServerState) -> dict[str, Any]:
+    """What clients want to know of a model that speaks."""
+    if server.speaking is not None:
+        return {"voices": server.speaking.voices, "sample_rate": server.speaking.sample_rate}
+    if server.pooled_model is None or server.pooled_model.speech is None:
+        return {}
+    speech = server.pooled_model.speech
+    return {"voices": list(speech.voices), "sample_rate": speech.sample_rate}
+
+
+def _sizes(server: ServerState) -> dict[str, Any]:
+    """What clients want to know of a model that paints."""
+    if server.pooled_model is None or server.pooled_model.pixels is None:
+        return {}
+    pixels = server.pooled_model.pixels
+    height, width = pixels.default_size
+    return {
+        "default_size": f"{width}x{height}",
+        "size_multiple": pixels.multiple,
+        "default_steps": pixels.default_steps,
+        "default_guidance_scale": pixels.family.guidance,
+        "loras": list(server.settings.adapter_paths),
     }
 
 

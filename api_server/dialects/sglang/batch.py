@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from api_server.chat.media_parts import LoadedImage, LoadedVideo
+from api_server.chat.media_parts import LoadedImage, LoadedSound, LoadedVideo
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
 
 NO_INPUT = "Either text, input_ids or input_embeds should be provided."
@@ -50,11 +50,13 @@ class Item:
     custom_logit_processor: str
     lora_path: str | None
     token_ids_logprob: list[int]
-    # The images and videos as the client gave them, each with its path in the body.
+    # The media as the client gave them, each with its path in the body.
     image_data: list[tuple[str, Any]] = field(default_factory=list)
     video_data: list[tuple[str, Any]] = field(default_factory=list)
+    audio_data: list[tuple[str, Any]] = field(default_factory=list)
     images: list[LoadedImage] = field(default_factory=list)
     videos: list[LoadedVideo] = field(default_factory=list)
+    sounds: list[LoadedSound] = field(default_factory=list)
     # The scheduler's number of the turn of a session that it continues, or 0.
     session_turn: int = 0
 
@@ -80,6 +82,7 @@ def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
     columns.append(_named_tokens(body.token_ids_logprob or [], size))
     columns.append(_media("image_data", body.image_data, size, is_batch))
     columns.append(_media("video_data", body.video_data, size, is_batch))
+    columns.append(_media("audio_data", body.audio_data, size, is_batch))
     items = [Item(*values) for values in zip(rids, prompts, *columns, strict=True)]
     counts = {item.n for item in items}
     if len(counts) > 1:
@@ -140,7 +143,7 @@ def _named_tokens(given: Sequence[int | list[int] | None], size: int) -> list[li
 
 
 def _media(name: str, given: Any, size: int, is_batch: bool) -> list[list[tuple[str, Any]]]:
-    """The images or videos of each prompt, with their paths: one for all prompts, one for each, or a list for each."""
+    """The media of each prompt, with their paths: one for all prompts, one for each, or a list for each."""
     if given is None or given == []:
         return [[] for _ in range(size)]
     if not isinstance(given, list):

@@ -23,6 +23,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.UNAUTHORIZED: (401, "authentication_error"),
     ErrorKind.FORBIDDEN: (403, "permission_error"),
     ErrorKind.OVERLOADED: (503, "overloaded_error"),
+    ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.UNAVAILABLE: (503, "unavailable_error"),
     ErrorKind.TIMEOUT: (504, "timeout_error"),
     ErrorKind.GENERATION_FAILED: (500, "generation_error"),

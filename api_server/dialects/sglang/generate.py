@@ -125,7 +125,7 @@ def _read(call: Call) -> GenerateRequest:
 
 def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
     """Checks values, then unbuilt features: a value out of range is an error on every server."""
-    vocab_size = call.server.engine.vocab_size or call.server.tokenizer.vocab_size
+    vocab_size = call.server.engine.model.vocab_size or call.server.tokenizer.vocab_size
     samplings = {id(item.sampling): item.sampling for item in batch.items}.values()
     for sampling in samplings:
         problem = sampling_problem(sampling, vocab_size)
@@ -189,7 +189,7 @@ def _internal(item: Item, call: Call, body: GenerateRequest) -> TextGenerationRe
             request_id=RequestID(item.rid),
             prompt=item.prompt if isinstance(item.prompt, str | list) else [0] * len(item.prompt),
             prompt_embeddings=None if isinstance(item.prompt, str | list) else item.prompt,
-            **arguments(item.images, item.videos),
+            **arguments(item.images, item.videos, item.sounds),
             hidden_states=item.return_hidden_states,
             sampling=_with_logprobs(_sampling(item, call), item) if item.return_logprob else _sampling(item, call),
             constraint=of_sampling_params(given),

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -45,6 +45,7 @@ class ServerInfo(BaseModel):
     page_size: int
     version: str
     internal_states: list[dict[str, Any]]
+    vllm_config: dict[str, dict[str, str]] = Field(description="What trainers ask vLLM for before they send weights")
 
 
 def routes() -> list[Route]:
@@ -70,7 +71,7 @@ async def model_info(call: Call) -> Response:
         preferred_sampling_params=None,
         weight_version=weights.version_of(call.server),
         has_image_understanding=call.server.sees,
-        has_audio_understanding=False,
+        has_audio_understanding=call.server.listens,
     )
     return Response(facts.model_dump_json(), media_type="application/json")
 
@@ -88,6 +89,11 @@ async def server_info(call: Call) -> Response:
         "page_size": status.block_size,
         "version": release(),
         "internal_states": _internal_states(status),
+        "vllm_config": {
+            # Log-probabilities are those after temperature and processors.
+            "model_config": {"dtype": f"torch.{settings.dtype}", "logprobs_mode": "processed_logprobs"},
+            "weight_transfer_config": {"backend": weights.default_backend(call.server)},
+        },
     }
     return Response(orjson.dumps(redacted(facts)), media_type="application/json")
 

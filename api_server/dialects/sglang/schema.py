@@ -130,7 +130,11 @@ class GenerateRequest(BaseModel):
         description="Videos of the prompt, in the forms of image_data: a URL, a data URI, base64, or an object with "
         "url (or frames, a list of images) and fps or num_frames",
     )
-    audio_data: Any = Field(None, description="Not built yet")
+    audio_data: Any = Field(
+        None,
+        description="Sounds of the prompt, in the forms of image_data: a URL, a data URI, base64, or an object "
+        "with url",
+    )
     lora_path: str | list[str | None] | None = Field(
         None, description="Name of a loaded adapter; in a list null is the model itself"
     )

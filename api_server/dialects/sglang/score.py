@@ -85,7 +85,7 @@ def _read(call: Call) -> ScoreRequest:
         body = parse(ScoreRequest, call.json)
     except Mismatch as mismatch:
         raise invalid(str(mismatch), mismatch.field) from None
-    vocab_size = call.server.engine.vocab_size or call.server.tokenizer.vocab_size
+    vocab_size = call.server.engine.model.vocab_size or call.server.tokenizer.vocab_size
     for token in body.label_token_ids:
         if not 0 <= token < vocab_size:
             raise invalid(f"Token ID {token} is out of vocabulary: ids are 0 to {vocab_size - 1}", "label_token_ids")

@@ -104,6 +104,8 @@ async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
     item = batch.items[0]
     if len(batch.items) != 1 or item.n != 1 or isinstance(item.prompt, np.ndarray):
         raise invalid("session_params needs one prompt of text or input_ids, and n = 1", "session_params")
+    if item.sounds:
+        raise invalid("audio_data and session_params exclude each other: a session keeps no sounds", "audio_data")
     answer = await _send(call, SessionAction.RECALL, params.id, request=params.rid or "", replace=bool(params.replace))
     known = answer.tokens[: answer.prompt_len] if params.drop_previous_output else answer.tokens
     if params.offset:

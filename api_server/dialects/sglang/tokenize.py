@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from api_server.body.item_limits import MAX_TEXT, Tools, Turns, check_count, check_parts
 from api_server.body.validation import Mismatch, parse
-from api_server.chat import documents, images, videos
+from api_server.chat import documents, images, sounds, videos
 from api_server.chat.media_parts import of_messages
 from api_server.chat.messages import chat_messages
 from api_server.dialects.sglang.errors import render_error
@@ -116,6 +116,7 @@ async def tokenize(call: Call) -> Response:
     await documents.load(call.server.url_fetcher, body.messages or (), "messages", documents.file_part)
     await images.load(call.server, body.messages or (), "messages", images.openai_part)
     await videos.load(call.server, body.messages or (), "messages")
+    await sounds.load(call.server, body.messages or (), "messages")
     messages = await call.apart(lambda: chat_messages(body.messages or ()))
     ids = [await _ids(prompt, messages, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)

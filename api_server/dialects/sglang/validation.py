@@ -19,7 +19,6 @@ from interfaces import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 MAX_STOP_STRINGS = 32
 
 _UNSUPPORTED_FIELDS = (
-    "audio_data",
     "return_sampling_mask",
     "return_flat_raw_top_logprobs",
     "return_flat_raw_output_top_logprobs",

@@ -166,7 +166,7 @@ async def from_group(call: Call) -> Response:
     _check_format(body.load_format, "auto", "safetensors")
     specs = weights.specs(body.names, body.dtypes, body.shapes)
     version = body.weight_version or ""
-    answer = weights.from_group(call.server, body.group_name, specs, 0, version, _running(body), body.hold)
+    answer = weights.from_group(call.server, GroupSpec(body.group_name), specs, 0, version, _running(body), body.hold)
     return await _answered(call, answer, "Succeeded to update parameter online.")
 
 

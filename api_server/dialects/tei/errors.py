@@ -22,6 +22,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.FORBIDDEN: (403, "Forbidden"),
     ErrorKind.TEMPLATE: (422, "Tokenizer"),
     ErrorKind.OVERLOADED: (429, "Overloaded"),
+    ErrorKind.RATE_LIMITED: (429, "Overloaded"),
     ErrorKind.UNAVAILABLE: (503, "Unhealthy"),
     ErrorKind.TIMEOUT: (504, "Backend"),
     ErrorKind.GENERATION_FAILED: (424, "Backend"),

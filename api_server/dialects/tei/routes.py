@@ -201,8 +201,9 @@ async def predict(call: Call) -> Response:
     listed = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
     inputs: list[Any] = list(body.inputs) if listed else [body.inputs]
     ask = Ask(task=PoolingTask.CLASSIFY, activate=not body.raw_scores)
-    begin(call, ask)
-    pooled = await pool(call, await _sequences(call, [_sequence(each) for each in inputs], body), ask)
+    with begin(call, ask):
+        batch = await _sequences(call, [_sequence(each) for each in inputs], body)
+    pooled = await pool(call, batch, ask)
     predictions = _predictions(pooled, call.server.engine.model.labels)
     return await rendering.answer(call, predictions if listed else next(predictions), pooled.rows.size)
 

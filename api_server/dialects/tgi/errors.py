@@ -25,6 +25,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.UNAUTHORIZED: (401, "unauthorized"),
     ErrorKind.FORBIDDEN: (403, "forbidden"),
     ErrorKind.OVERLOADED: (429, "overloaded"),
+    ErrorKind.RATE_LIMITED: (429, "overloaded"),
     ErrorKind.UNAVAILABLE: (503, "unavailable"),
     ErrorKind.TIMEOUT: (504, "timeout"),
     ErrorKind.GENERATION_FAILED: (424, "generation"),

@@ -1,4 +1,4 @@
-"""POST /classify and /pooling in vLLM's form, on a body with `input`."""
+"""POST /classify and /pooling in vLLM's form, on a body with `input` or `messages`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from api_server.dialects.openai import texts
+from api_server.dialects.openai import conversation, texts
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.errors import invalid
 from api_server.pooling import rendering
-from api_server.pooling.pooling import Ask, Pooled, pool_texts
+from api_server.pooling.pooling import Ask, Pooled, name_of_model, pool_texts
 from api_server.web.endpoint import Call, Document
 from interfaces import PoolingTask
 
 ERRORS = dict.fromkeys((400, 404, 413, 415, 429, 500, 503), ErrorAnswer)
 
 
-class ClassifyBody(texts.TextsBody):
-    input: texts.Input = Field(description="A text, its token ids, or a list of either")
+class ClassifyBody(conversation.InputOrMessages):
     use_activation: bool | None = Field(None, description="false gives logits instead of probabilities")
     activation: bool | None = Field(None, description="As use_activation")
     softmax: bool | None = Field(None, description="As use_activation")
@@ -109,8 +108,8 @@ _USUAL = {
 
 
 async def classify(call: Call) -> Response:
-    """POST /classify with `input`."""
-    body = await call.apart(lambda: texts.read(call, ClassifyBody, "input"))
+    """POST /classify with `input` or `messages`."""
+    body = await call.apart(lambda: conversation.read(call, ClassifyBody))
     pooled = await _pooled(call, body, Ask(task=PoolingTask.CLASSIFY, activate=_activated(body)))
     labels = call.server.engine.model.labels
     rows = pooled.rows
@@ -124,7 +123,7 @@ async def classify(call: Call) -> Response:
 
 async def pooling(call: Call) -> Response:
     """POST /pooling."""
-    body = await call.apart(lambda: texts.read(call, PoolingBody, "input"))
+    body = await call.apart(lambda: conversation.read(call, PoolingBody))
     task = _TASKS[body.task] if body.task is not None else _USUAL.get(call.server.task)
     if task is None:
         raise invalid(f"/pooling has no form for the values of this model (task {call.server.task}): ask /embed_sparse")
@@ -144,8 +143,8 @@ def _pooling_items(pooled: Pooled, of_tokens: bool, encoding_format: str) -> Ite
 
 
 async def _pooled(call: Call, body: ClassifyBody, ask: Ask, prompt_name: str | None = None) -> Pooled:
-    reading = texts.reading_of(body, "input", texts.is_list(body.input), prompt_name)
-    return await pool_texts(call, texts.items_of(body.input), reading, ask)
+    items, reading = await conversation.read_items(call, body, prompt_name)
+    return await pool_texts(call, items, reading, ask)
 
 
 def _activated(body: ClassifyBody) -> bool:
@@ -158,6 +157,6 @@ def envelope(call: Call, prefix: str, tokens: int) -> dict[str, Any]:
         "id": f"{prefix}-{call.request_id}",
         "object": "list",
         "created": int(time.time()),
-        "model": call.server.model_name,
+        "model": name_of_model(call),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }

@@ -22,6 +22,8 @@ from interfaces import KV_CACHE, WEIGHTS, GroupSpec, RunningMode, WeightsAction
 TAG = "weights"
 # Group of the transfer engine, where the request names none.
 _GROUP = "weight_transfer"
+# More than the tensors of one message ever have.
+_MOST_PACKED_BYTES = 1 << 40
 _LEVELS = ("0", "1", "2")
 # A tag of vLLM's: wake up nothing but the scheduler.
 _SCHEDULING = "scheduling"
@@ -40,6 +42,10 @@ class InitInfo(_Body):
     world_size: int
     group_name: str = _GROUP
     backend: str = Field("", description="gloo or nccl; by default nccl on CUDA, and gloo elsewhere")
+    packed: bool = Field(False, description="Whether the tensors of a message come as bytes, many at a time")
+    packed_buffer_size_bytes: int = Field(
+        1 << 30, ge=1, le=_MOST_PACKED_BYTES, description="Bytes that packed tensors exceed, as the trainer counts them"
+    )
 
 
 class InitTransfer(_Body):
@@ -50,7 +56,10 @@ class UpdateInfo(_Body):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    packed: bool = Field(False, description="Must be false: tensors are sent one by one")
+    packed: bool = Field(False, description="As in init_info: either says it")
+    packed_buffer_size_bytes: int | None = Field(
+        None, ge=1, le=_MOST_PACKED_BYTES, description="By default as in init_info"
+    )
     group_name: str = _GROUP
     src: int = Field(0, description="Rank that sends")
 
@@ -186,7 +195,14 @@ async def init_transfer(call: Call) -> Response:
     info = _read(InitTransfer, call).init_info
     backend = info.backend or weights.default_backend(call.server)
     group = GroupSpec(
-        info.group_name, info.master_address, info.master_port, info.rank_offset, info.world_size, backend
+        info.group_name,
+        info.master_address,
+        info.master_port,
+        info.rank_offset,
+        info.world_size,
+        backend,
+        info.packed,
+        info.packed_buffer_size_bytes,
     )
     await weights.join(call.server, group)
     return _json({"message": "Weight transfer initialized"})
@@ -203,10 +219,9 @@ async def start_update(call: Call) -> Response:
 
 async def update_weights(call: Call) -> Response:
     info = (await call.apart(lambda: _read(UpdateWeights, call))).update_info
-    if info.packed:
-        raise invalid("update_info.packed must be false: send the tensors one by one", "update_info")
     specs = weights.specs(info.names, info.dtype_names, info.shapes)
-    await weights.from_group(call.server, info.group_name, specs, info.src, "", RunningMode.KEEP, hold=True)
+    group = GroupSpec(info.group_name, packed=info.packed, packed_bytes=info.packed_buffer_size_bytes or 0)
+    await weights.from_group(call.server, group, specs, info.src, "", RunningMode.KEEP, hold=True)
     return _json({"message": "Weights updated"})
 
 

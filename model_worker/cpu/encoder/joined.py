@@ -5,6 +5,8 @@ Knows which modules hold such weights, by their names. What they compute stays t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,25 @@ _PARTS = {"Wqkv": ("query", "key", "value"), "Wi": ("gate", "up")}
 
 class JoinedLinear(nn.Module):
     """Linear layers that read the same input. Their outputs lie one after another."""
+
+    @property
+    def in_features(self) -> int:
+        first: Any = next(self.children())
+        return int(first.in_features)
+
+    @property
+    def out_features(self) -> int:
+        parts: list[Any] = list(self.children())
+        return sum(int(part.out_features) for part in parts)
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.cat([_own_weight(part) for part in self.children()])
+
+    @property
+    def bias(self) -> Tensor | None:
+        parts: list[Any] = list(self.children())
+        return None if any(part.bias is None for part in parts) else torch.cat([part.bias for part in parts])
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.children()], dim=-1)
@@ -30,6 +51,13 @@ def separate_joined(model: nn.Module) -> None:
         for name, weight, bias in zip(names, module.weight.detach().chunk(len(names)), biases, strict=True):
             joined.add_module(name, _linear(weight, bias))
         model.set_submodule(path, joined)
+
+
+def _own_weight(part: Any) -> Tensor:
+    """Return the weight of a part, for inputs that it has not multiplied."""
+    scales: Tensor | None = getattr(part, "input_scales", None)
+    weight: Tensor = part.weight
+    return weight if scales is None else weight * scales
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -14,16 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model_worker.cpu.encoder.pattern import EncoderForm, LayerParts, find_form, require
-from model_worker.cpu.encoder.phases import (
-    BLOCK_TOKENS,
-    WEIGHTS,
-    EncoderBuffers,
-    EncoderWeights,
-    EncoderWork,
-    most_layers,
-    run_encoder,
-)
+from model_worker.cpu.encoder.phases import BLOCK_TOKENS, most_layers, run_encoder
 from model_worker.cpu.encoder.places import PlaceTables
+from model_worker.cpu.encoder.shares import FEWER_BITS_COST, PassCost, deal
+from model_worker.cpu.encoder.work import WEIGHTS, EncoderBuffers, EncoderWeights, EncoderWork
 from model_worker.cpu.gemm.int8_format import int8_format
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
@@ -49,6 +43,7 @@ class EncoderLayers:
         require(len(layers) <= most_layers(), "it has too many layers")
         self._linears = [_require_fitting(layer) for layer in layers]
         self._cores = torch.get_num_threads()
+        self._cost = _cost(self._linears)
         first = self._linears[0]
         self._hidden = first[0].out_features
         self._dtype = first[0].dtype
@@ -89,20 +84,23 @@ class EncoderLayers:
         keys = lengths if seen is None else np.array(seen, np.int64)
         places = self._places.of_length(longest)
         work = EncoderWork(states, bounds, keys, longest, self._weights, buffers, places, self._like)
-        thread_pool(self._cores).run(run_encoder, self._cores, work, *self._formats)
+        cores, shares = deal(self._cost.of(lengths), lengths, self._cores)
+        thread_pool(cores).run(run_encoder, cores, work, shares, *self._formats)
         return x
 
     def _make_room(self, tokens: int) -> tuple[EncoderBuffers, tuple[WeightFormat, ...]]:
         """Make buffers, and the formats of most weights, of those of values, and of DOWN's."""
         q, _, _, out, _, down, *_ = self._linears[0]
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
+        # Each core may have a share of texts to itself.
+        inner_rows = self._cores * min(tokens, BLOCK_TOKENS)
         hidden = np.zeros((tokens, q.input_width), self._operand)
         buffers = EncoderBuffers(
             hidden=hidden,
             of_values=np.zeros_like(hidden) if len(self._weights.value_scales) else hidden,
             qkv=np.zeros((tokens, 3 * self._hidden), np.float32),
             heads=np.zeros((tokens, out.input_width), self._operand),
-            inner=np.zeros((at_a_time, down.input_width), self._operand),
+            inner=np.zeros((inner_rows, down.input_width), self._operand),
         )
         if not self.is_int8:
             plain = q.weight_format(self._cores, at_a_time, 0)
@@ -134,6 +132,15 @@ def _require_fitting(layer: LayerParts) -> list[Packed]:
         same = np.array_equal(_scales(one), _scales(other))
         require(same, "layers of it that read the same have operands that are scaled in different ways")
     return linears
+
+
+def _cost(linears: list[list[Packed]]) -> PassCost:
+    """Return the cost of a pass through these layers, in operations of float32."""
+    first = linears[0][0]
+    share = FEWER_BITS_COST if isinstance(first, Int8Linear) or operand_dtype(first.element) != np.float32 else 1.0
+    products = sum(2 * linear.in_features * linear.out_features for row in linears for linear in row)
+    # Scores, and sums of values.
+    return PassCost(share * products, 4.0 * first.out_features * len(linears))
 
 
 def _weights(form: EncoderForm, linears: list[list[Packed]], tables: list[str]) -> EncoderWeights:
@@ -171,7 +178,7 @@ def _weights(form: EncoderForm, linears: list[list[Packed]], tables: list[str]) 
 
 
 def _addresses(row: list[Packed]) -> list[int]:
-    """Return the addresses of a layer's panels, in the order of phases.WEIGHTS."""
+    """Return the addresses of a layer's panels, in the order of work.WEIGHTS."""
     found = [int(linear.panels.ctypes.data) for linear in row]
     return found + [0] * (WEIGHTS - len(found))
 

@@ -2,7 +2,8 @@
 
 A layer is a row of phases, as in cpu/fused/phases.py. Each is cut into pieces that the cores of a thread pool claim.
 Few tokens are multiplied by every core with its share of the weights; of many, each core takes blocks through all of a
-layer but attention. Norms come after the sums, or before what is added to them. The residual and all sums are float32.
+layer but attention. Where the texts are dealt into shares, a core takes a share through all layers by itself, and waits
+for no other. Norms come after the sums, or before what is added to them. The residual and all sums are float32.
 Indices are not checked.
 """
 
@@ -15,14 +16,21 @@ from numba import njit
 from numpy.typing import NDArray
 
 from model_worker.cpu.encoder.attention import Nearness, attend, scratch_for
+from model_worker.cpu.encoder.work import (
+    DOWN_WEIGHT,
+    GATE_WEIGHT,
+    LAST_NORM_WEIGHT,
+    NORM_WEIGHT,
+    OUT_WEIGHT,
+    UP_WEIGHT,
+    EncoderBuffers,
+    EncoderWork,
+)
 from model_worker.cpu.gemm.products import activated_product, add_product, halves_of
 from model_worker.cpu.gemm.weight_format import HALVES, PANEL
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, MATH, borrowed, element, hold
 from model_worker.cpu.threads import OVER, arrived_last, begin, phase_of, take, wait
-
-Q, K, V, OUT_WEIGHT, UP_WEIGHT, DOWN_WEIGHT, GATE_WEIGHT, WEIGHTS = range(8)
-NORM_WEIGHT, NORM_BIAS, LAST_NORM_WEIGHT, LAST_NORM_BIAS, NORMS = range(5)
 
 # The phases of a layer. Of many tokens, OUT runs all that comes after attention, block by block.
 QKV, ATTENTION, OUT, NORM, UP, DOWN, LAST_NORM, KINDS = range(8)
@@ -33,64 +41,11 @@ _GRAIN_ROWS = 4
 _FEW_ROWS = 8
 
 
-class EncoderWeights(NamedTuple):
-    """The weights of the layers. Arrays begin with the layer."""
-
-    panels: NDArray[np.int64]  # [L, WEIGHTS] addresses of packed weights; 0 for no gate
-    qkv_biases: NDArray[np.float32]  # [L, 3 * hidden]
-    out_biases: NDArray[np.float32]  # [L, hidden]
-    up_biases: NDArray[np.float32]  # [L, 2, inner]: the gate's, and those of UP
-    down_biases: NDArray[np.float32]  # [L, hidden]
-    norms: NDArray[np.float32]  # [L, NORMS, hidden]
-    # What operands are multiplied by, beside what the model computes: their weights were divided by it.
-    hidden_scales: NDArray[np.float32]  # [L, 2, hidden]: before UP, and before the QKV of the next layer
-    value_scales: NDArray[np.float32]  # [L, hidden] before the V of the next layer, if it has its own; else [0, hidden]
-    heads_scales: NDArray[np.float32]  # [L, hidden]
-    inner_scales: NDArray[np.float32]  # [L, inner]
-    epsilon: np.float32
-    heads: int
-    scale: np.float32
-    activation: int  # a code of simd/activations.py
-    norms_first: bool  # whether norms are of what a layer reads, and the residual stays as it is until the last one
-    windows: NDArray[np.int64]  # [L]: tokens that are less than so many apart see each other; 0 for all
-    angles: NDArray[np.int64]  # [L]: the layer's table of `Places`
-
-
-class EncoderBuffers(NamedTuple):
-    """Buffers for T tokens, or for B that are dealt with at a time. Operands are as wide as panels have steps."""
-
-    hidden: NDArray[Any]  # operand [T, >= hidden]
-    of_values: NDArray[Any]  # the same for V: `hidden` itself, unless V has scales of its own
-    qkv: NDArray[np.float32]  # [T, 3 * hidden]
-    heads: NDArray[Any]  # operand [T, >= hidden]
-    inner: NDArray[Any]  # operand [B, >= inner]
-
-
-class Places(NamedTuple):
-    """What attention makes of P places, or empty arrays: see Nearness."""
-
-    cos: NDArray[np.float32]  # [tables, P, head_dim / 2]
-    sin: NDArray[np.float32]
-    biases: NDArray[np.float32]  # [heads, 2 P - 1]
-
-
-class EncoderWork(NamedTuple):
-    """The arguments of a pass."""
-
-    x: NDArray[np.float32]  # [T, hidden]: the embeddings, and in the end the last hidden states
-    texts: NDArray[np.int64]  # [n + 1]: where each text begins, and all end
-    seen: NDArray[np.int64]  # [n]: the tokens of each text that all its tokens see: the first ones
-    longest: int
-    weights: EncoderWeights
-    buffers: EncoderBuffers
-    places: Places
-    like: NDArray[Any]  # any array of the type of attention's operands
-
-
 class _Own(NamedTuple):
     """The buffers that each core has for itself."""
 
     core: int
+    first_inner: int  # its first row in `inner`
     weight_format: Any
     value_format: Any  # that of V: the same, unless V has scales of its own
     down_format: Any  # that of DOWN, whose operand has the widest range
@@ -267,7 +222,7 @@ def _do(kind: int, layer: int, taken: Any, fresh: bool, blocks: int, work: Any, 
             block = (0, tokens, 0)
             if blocks > 0:
                 begins = tokens * number // blocks
-                block = begins, tokens * (number + 1) // blocks - begins, own.core * BLOCK_TOKENS
+                block = begins, tokens * (number + 1) // blocks - begins, own.first_inner
             for part in range(kind, end_part):
                 some = (np.int64(0), np.int64(_pieces_in(part, block[1], work.weights))) if blocks > 0 else taken
                 _do_part(part, layer, block, some, fresh or blocks > 0, work, own)
@@ -301,49 +256,99 @@ def _is_short(kind: int, sizes: Any) -> bool:
     return pieces == 0 or (kind in (NORM, LAST_NORM) and pieces <= _FEW_ROWS)
 
 
+@njit(nogil=True, cache=True, **INSIDE)
+def _run_layers(counter: Any, cores: int, together: bool, work: Any, own: Any) -> None:
+    """Run a core's part of all layers if the cores run them `together`, else all of them on this core."""
+    end = len(work.weights.panels) * KINDS
+    sizes = np.zeros((KINDS, 2), np.int64)
+    blocks = _blocks(work.x.shape[0], cores)
+    _fill_sizes(sizes, blocks, work)
+    phase: Any = phase_of(counter) if together else 0
+    alone: Any = not together
+    while phase < end:
+        kind = phase % KINDS
+        layer = phase // KINDS
+        pieces, grain = sizes[kind]
+        done: Any = 0
+        taken = (np.int64(0), np.int64(pieces)) if alone else take(counter, phase, pieces, grain, own.core, cores)
+        while taken[1] > 0:
+            _do(kind, layer, taken, done == 0, blocks, work, own)
+            done += taken[1]
+            taken = (np.int64(0), np.int64(0)) if alone else take(counter, phase, pieces, grain, own.core, cores)
+        if alone or (done > 0 and arrived_last(counter, done, pieces)):
+            phase += 1
+            if phase == end:
+                phase = OVER
+            alone = not together or (phase < end and _is_short(phase % KINDS, sizes))
+            if not alone:
+                begin(counter, phase)
+        else:
+            wait(counter, phase)
+            phase = phase_of(counter)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _share_of(work: Any, first: int, end: int, core: int, cores: int) -> Any:
+    """Return the work of the texts from `first` up to and without `end`, for this core."""
+    begins = work.texts[first]
+    ends = work.texts[end]
+    buffers = work.buffers
+    room = len(buffers.inner) // cores
+    own = EncoderBuffers(
+        buffers.hidden[begins:ends],
+        buffers.of_values[begins:ends],
+        buffers.qkv[begins:ends],
+        buffers.heads[begins:ends],
+        buffers.inner[core * room : (core + 1) * room],
+    )
+    texts = work.texts[first : end + 1] - begins
+    seen = work.seen[first:end]
+    return EncoderWork(work.x[begins:ends], texts, seen, work.longest, work.weights, own, work.places, work.like)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _run_shares(counter: Any, cores: int, shares: Any, work: Any, own: Any) -> None:
+    """Run shares of the texts through all layers, as long as there are any. Core 0 waits until all are done."""
+    pieces = len(shares) - 1
+    done: Any = 0
+    taken = take(counter, 0, pieces, 1, own.core, cores)
+    while taken[1] > 0:
+        for share in range(taken[0], taken[0] + taken[1]):
+            some = _share_of(work, shares[share], shares[share + 1], own.core, cores)
+            _run_layers(counter, 1, False, borrowed(some), own)
+            hold(some)
+        done += taken[1]
+        taken = take(counter, 0, pieces, 1, own.core, cores)
+    if done > 0 and arrived_last(counter, done, pieces):
+        begin(counter, OVER)
+    elif own.core == 0:
+        wait(counter, 0)
+
+
 @njit(nogil=True, cache=True)
 def run_encoder(
-    core: int, counter: Any, cores: int, work: Any, weight_format: Any, value_format: Any, down_format: Any
+    core: int, counter: Any, cores: int, work: Any, shares: Any, weight_format: Any, value_format: Any, down_format: Any
 ) -> None:
     """Run one core's part of a pass. `work.x` holds the embeddings, and so do `hidden` and `of_values`, scaled.
 
-    The buffers of formats begin with the core, where they have any.
+    `shares` are the first texts of the shares that cores take, and the number of texts: with one share they run it
+    together. The buffers of formats begin with the core, where they have any.
     """
     counter = borrowed(counter)
     work = borrowed(work)
-    end = len(work.weights.panels) * KINDS
     tiles = np.empty((TILE_ROWS, PANEL), np.float32)
     other = np.empty((TILE_ROWS, PANEL), np.float32)
     scratch = scratch_for(work.longest, work.x.shape[1] // work.weights.heads, work.like)
     usual = borrowed(weight_format.of_core(core))
     of_values = borrowed(value_format.of_core(core))
     of_down = borrowed(down_format.of_core(core))
-    own = _Own(core, usual, of_values, of_down, borrowed(tiles), borrowed(other), borrowed(scratch))
-    sizes = np.zeros((KINDS, 2), np.int64)
-    blocks = _blocks(work.x.shape[0], cores)
-    _fill_sizes(sizes, blocks, work)
-    phase = phase_of(counter)
-    alone = False
-    while phase < end:
-        kind = phase % KINDS
-        layer = phase // KINDS
-        pieces, grain = sizes[kind]
-        done: Any = 0
-        taken = (np.int64(0), np.int64(pieces)) if alone else take(counter, phase, pieces, grain, core, cores)
-        while taken[1] > 0:
-            _do(kind, layer, taken, done == 0, blocks, work, own)
-            done += taken[1]
-            taken = (np.int64(0), np.int64(0)) if alone else take(counter, phase, pieces, grain, core, cores)
-        if alone or (done > 0 and arrived_last(counter, done, pieces)):
-            phase += 1
-            if phase == end:
-                phase = OVER
-            alone = phase < end and _is_short(phase % KINDS, sizes)
-            if not alone:
-                begin(counter, phase)
-        else:
-            wait(counter, phase)
-            phase = phase_of(counter)
+    together = len(shares) == 2
+    first_inner = core * BLOCK_TOKENS if together else 0
+    own = _Own(core, first_inner, usual, of_values, of_down, borrowed(tiles), borrowed(other), borrowed(scratch))
+    if together:
+        _run_layers(counter, cores, True, work, own)
+    else:
+        _run_shares(counter, cores, borrowed(shares), work, own)
     hold(tiles)
     hold(other)
     hold(scratch)

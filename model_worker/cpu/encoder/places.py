@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model_worker.cpu.encoder.pattern import EncoderForm, require
-from model_worker.cpu.encoder.phases import Places
+from model_worker.cpu.encoder.work import Places
 
 # Places that the first tables have.
 _FIRST_PLACES = 512

@@ -90,7 +90,9 @@ class _Memory:
         memory = np.empty(self._words + _LINE, np.uint32)
         first = -memory.ctypes.data // LANE_BYTES % _LINE
         joined = memory[first : first + self._words]
-        np.concatenate(self._parts, out=joined)
+        if self._parts:
+            # An adapter may change the image encoder alone.
+            np.concatenate(self._parts, out=joined)
         keep_in_huge_pages([joined], written=True)
         return joined
 

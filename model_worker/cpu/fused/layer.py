@@ -83,6 +83,13 @@ class Levels(NamedTuple):
     vectors: NDArray[np.float32]  # [K, layers, hidden]
 
 
+class Residuals(NamedTuple):
+    """Copies of the residual as it enters some layers; a drafter reads them."""
+
+    places: NDArray[np.int64]  # [L + 1]: by the layer, its place in `vectors`, -1: not kept. Or nothing: none is kept
+    vectors: NDArray[np.float32]  # [T, kept layers, hidden]
+
+
 def levels_from(embeddings: tuple[Tensor, Tensor] | None, tokens: int, hidden: int) -> Levels:
     """Return the levels of a pass of so many tokens. `embeddings` are those of a ForwardBatch."""
     if embeddings is None or embeddings[1].shape[1] == hidden:
@@ -169,6 +176,19 @@ def _add_level(layer: int, block: Any, taken: Any, rows: Any, levels: Any) -> No
 
 
 @njit(nogil=True, cache=True, **INSIDE)
+def keep_residual(layer: int, first_row: int, rows: Any, first: int, end: int, residuals: Any) -> None:
+    """Copy the columns `first` to `end` of some tokens' residual, as it enters a layer, if that is kept."""
+    if len(residuals.places) == 0 or residuals.places[layer] < 0:
+        return
+    place = residuals.places[layer]
+    for row in range(len(rows)):
+        values = rows[row]
+        to = residuals.vectors[first_row + row, place]
+        for c in range(first, end):
+            to[c] = values[c]
+
+
+@njit(nogil=True, cache=True, **INSIDE)
 def pieces_in(part: int, tokens: int, work: Any) -> Any:
     """Return the number of pieces into which a phase is cut for `tokens` tokens."""
     if part in (NORM, MLP_NORM) or tokens == 0:
@@ -246,6 +266,8 @@ def do_part(
         added = adapters_of(adapters, layer, DOWN, first, count, at)
         add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.weight_format, tile, added)
         _add_level(layer, block, taken, rows, work.levels)
+        columns = min((taken[0] + taken[1]) * HALF, x.shape[1])
+        keep_residual(layer + 1, first, rows, taken[0] * HALF, columns, work.residuals)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

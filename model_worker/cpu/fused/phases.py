@@ -34,9 +34,11 @@ from model_worker.cpu.fused.layer import (
     Adapters,
     Buffers,
     Levels,
+    Residuals,
     Weights,
     do_part,
     every,
+    keep_residual,
     normalise,
     pieces_in,
 )
@@ -115,6 +117,7 @@ class Work(NamedTuple):
     outputs: Outputs
     adapters: Adapters
     levels: Levels
+    residuals: Residuals
 
 
 class Own(NamedTuple):
@@ -144,6 +147,7 @@ def _embed(number: int, work: Any, own: Any) -> None:
     if len(adapters.embedding_slots) and adapters.embedding_slots[number] >= 0:
         slot = adapters.embedding_slots[number]
         add_embedding(slot, adapters.embeddings, adapters.like, token, to, own.tile, own.other)
+    keep_residual(0, number, work.x[number : number + 1], 0, len(to), work.residuals)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

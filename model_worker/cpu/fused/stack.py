@@ -7,7 +7,7 @@ the packed modules hold. A stack serves only after it has given the logits of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,18 +20,19 @@ from torch import Tensor
 from model_worker.adapters.fitting import Adapter
 from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.cpu.fused.adapters import PassAdapters, StackAdapters
+from model_worker.cpu.fused.angles import Angles
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, zeros_after
-from model_worker.cpu.fused.layer import Buffers, levels_from
+from model_worker.cpu.fused.layer import Buffers, Residuals, levels_from
 from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
 from model_worker.cpu.fused.phases import (
     BLOCK_TOKENS,
     Inputs,
     Outputs,
-    Rotary,
     Work,
     run_stack,
 )
+from model_worker.cpu.fused.residuals import NO_RESIDUALS, KeptResiduals
 from model_worker.cpu.gemm.bf12_format import Bf12Format, with_bf12
 from model_worker.cpu.gemm.coded_format import coded_format
 from model_worker.cpu.gemm.coded_linear import CodedLinear
@@ -53,13 +54,11 @@ from model_worker.kv_cache import KVCache, memory_of
 from shared.resources import free_memory
 
 if TYPE_CHECKING:
-    from model_worker.model import LoadedModel
+    from model_worker.model import LoadedModel, TakeResiduals
 
 log = logging.getLogger(__name__)
 
 _NO_WINDOW = 1 << 40
-# Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
-_KEPT_POSITIONS = 1 << 15
 _NO_PEAKS = np.empty((0, 0), np.int32)
 # Smallest model, in weight bytes, that launches ahead: a pass must take over 1 ms.
 WORTH_OVERLAPPING = 32 << 20
@@ -76,17 +75,22 @@ MOST_BF12 = 0.8
 class _LaunchedPass(NamedTuple):
     """A launched pass: its results are there when `tokens` has returned."""
 
+    batch: ForwardBatch
     job: Job
     outputs: Outputs
     residual: NDArray[np.float32]  # [T, hidden]
     screen: Screen | None
     adapters: PassAdapters
+    kept: KeptResiduals | None
+    residuals: Residuals
 
     def tokens(self) -> NDArray[np.int64]:
         """Help until the pass is over. Returns its tokens [L], -1 for one that is not finite."""
         self.job.finish()
         if self.screen is not None:
             self.screen.look_back()
+        if self.kept is not None:
+            self.kept.over(self.batch, self.residuals)
         return self.outputs.tokens
 
 
@@ -119,7 +123,6 @@ class FusedStack:
         # The modules own the memory that the addresses in `weights` point to.
         self._embedding = decoder.embedding
         self._table = decoder.embedding_table()
-        self._rotary = decoder.rotary
         self._modules = decoder
         self._vocab_size = loaded.vocab_size
         self._order = decoder.order
@@ -150,7 +153,8 @@ class FusedStack:
         self._room, self._format = self._make_room(1)
         has_bf12 = isinstance(self._format, Bf12Format) and tuning.bf12
         self._may_use_bf12 = has_bf12 and decoder.weight_bytes >= WORTH_BF12
-        self._angles = self._compute_angles(torch.arange(1))
+        self._angles = Angles(decoder.rotary)
+        self._kept: KeptResiduals | None = None
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
     def _copy(self, thread: Thread) -> None:
@@ -213,6 +217,10 @@ class FusedStack:
     def drop_adapter(self, handle: int) -> None:
         """Forget an adapter."""
         self._adapters.drop(handle)
+
+    def watch(self, layers: Sequence[int], take: TakeResiduals) -> None:
+        """Give `take` the residual as it enters these layers, after each pass whose sequences have rows."""
+        self._kept = KeptResiduals(layers, len(self._order), len(self._weights.final_norm), take)
 
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
@@ -295,7 +303,7 @@ class FusedStack:
         work = Work(
             inputs=inputs,
             x=x,
-            rotary=self._angles_of(batch),
+            rotary=self._angles.of(batch),
             weights=weights,
             cache=self._cache(batch, cache),
             attention=self._attention(batch),
@@ -303,9 +311,10 @@ class FusedStack:
             outputs=outputs,
             adapters=adapters.arrays,
             levels=levels_from(batch.embeddings, batch.num_tokens, x.shape[1]),
+            residuals=NO_RESIDUALS if self._kept is None else self._kept.of_pass(batch),
         )
         job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format)
-        return _LaunchedPass(job, outputs, x, screen, adapters)
+        return _LaunchedPass(batch, job, outputs, x, screen, adapters, self._kept, work.residuals)
 
     def _embedded(self, batch: ForwardBatch, deferred: DeferredTokens) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
@@ -315,22 +324,6 @@ class FusedStack:
             return Inputs(tokens, deferred.unread, deferred.last_tokens, self._table), x
         x = self._embedding(batch.tokens).to(torch.float32).numpy()
         return Inputs(tokens, deferred.unread, deferred.last_tokens, np.empty((0, 0), self._element)), x
-
-    def _angles_of(self, batch: ForwardBatch) -> Rotary:
-        if batch.positions.ndim == 2:
-            return self._compute_angles(batch.positions)
-        positions = batch.positions.numpy()
-        most = int(positions.max()) + 1
-        if most > _KEPT_POSITIONS:
-            return self._compute_angles(batch.positions)
-        if most > len(self._angles.cos):
-            self._angles = self._compute_angles(torch.arange(min(_KEPT_POSITIONS, 2 * most)))
-        return self._angles._replace(rows=positions)
-
-    def _compute_angles(self, positions: Tensor) -> Rotary:
-        """Return the angles of positions [T], or [3, T] for a rotary embedding that takes three directions."""
-        cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(-2))
-        return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(positions.shape[-1]))
 
     def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
         if cache not in self._caches:

@@ -6,7 +6,7 @@ the matrices of a model, and the products of one phase, may have any kinds, and 
 lays panels out.
 
 An operand is multiplied as fixed-point digits of 16 bits (fixed_point.py), for which each core has room of its own,
-and for the scales of the halves that it multiplies, as float32.
+and for the scales of the halves that it multiplies, as float32. By codes that are floats it is multiplied as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, LANE_BYTES, PANEL
 from model_worker.cpu.gemm.word_format import multiply_words, word_steps
+from model_worker.cpu.simd.code_groups import TABLE_VALUES
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES
 from model_worker.cpu.simd.dot_codes import (
     CODED_DIGITS,
@@ -29,13 +30,15 @@ from model_worker.cpu.simd.dot_codes import (
     finish_codes,
     multiply_codes,
 )
+from model_worker.cpu.simd.dot_floats import multiply_floats
 from model_worker.cpu.simd.elements import INSIDE, carray, pointer
 from model_worker.cpu.simd.fixed_point import BASE, room_for, split, split_row
 from model_worker.cpu.simd.group_numbers import expand_numbers, expand_zeros
 
 # The header of a panel, int32: what each of its numbers is. Places are bytes from the beginning of a half, -1 for what
 # is not there; a count is that of an output's numbers, each for as many units. A unit is a group, or half of one for
-# SHORT_BITS. Steps are int8, one for each unit; zeros are bytes, as many as scales.
+# SHORT_BITS. Steps are int8, one for each unit; zeros are bytes, as many as scales. KIND is what codes are: numbers, as
+# a rule, places of the table of bytes at TABLE, or floats: FP8, or places of the table of float32 at TABLE.
 (
     BITS,
     HALF_BYTES,
@@ -50,10 +53,13 @@ from model_worker.cpu.simd.group_numbers import expand_numbers, expand_zeros
     LEAST_WIDE,
     LEAST_COUNT,
     LEAST_STEPS_PLACE,
+    KIND,
     NAMED,
-) = range(14)
-# Numbers of a header: as many as fill a line of memory.
-FIELDS = 16
+) = range(15)
+TABLE = 16
+NUMBERS, PLACES_OF_BYTES, FLOATS = range(3)
+# Numbers of a header: as many as fill two lines of memory.
+FIELDS = TABLE + TABLE_VALUES
 HEADER_BYTES = 4 * FIELDS
 # Bits of weights that are bfloat16: some matrices of a quantised model are left so, lm_head as a rule.
 WORD_BITS = 16
@@ -129,17 +135,13 @@ class CodedFormat(NamedTuple):
         self, operand: Any, first: int, rows: int, panel: tuple[int, int], whole: bool, prefetching: Any, tile: Any
     ) -> None:
         place, header = panel
-        width = operand.shape[1]
         if bits_of(header) == WORD_BITS:
             multiply_words(operand, self.like, first, rows, place, whole, prefetching, tile)
             return
-        in_pieces = operand.shape[0] > CODED_ROWS
-        _multiply_half(self.digits, self.expanded, width, in_pieces, first, rows, place, header, 0, prefetching, tile)
+        _multiply_half(operand, self.digits, self.expanded, first, rows, place, header, 0, prefetching, tile)
         if whole:
             place += half_bytes_of(header)
-            _multiply_half(
-                self.digits, self.expanded, width, in_pieces, first, rows, place, header, HALF, prefetching, tile
-            )
+            _multiply_half(operand, self.digits, self.expanded, first, rows, place, header, HALF, prefetching, tile)
 
 
 def coded_format(cores: int, rows: int, elements: int, inputs: int) -> CodedFormat:
@@ -230,10 +232,9 @@ def _expanded(place: int, header: Any, units: int, in_pieces: bool, expanded: An
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply_half(
+    operand: Any,
     digits: Any,
     expanded: Any,
-    width: int,
-    in_pieces: bool,
     first: int,
     rows: int,
     place: int,
@@ -242,12 +243,12 @@ def _multiply_half(
     prefetching: Any,
     tile: Any,
 ) -> None:
-    """Compute tile[r, column : column + HALF] = operand[first + r] . the half at this address.
-
-    `in_pieces` says that there may be other rows, which want the same scales.
-    """
+    """Compute tile[r, column : column + HALF] = operand[first + r] . the half at this address."""
     header = carray(pointer(header_place), FIELDS, np.int32)
     bits = int(header[BITS])
+    width = operand.shape[1]
+    # There may be other rows, which want the same scales.
+    in_pieces = len(operand) > CODED_ROWS
     unit_sums = 1 if bits == SHORT_BITS else GROUP_INPUTS // SUM_INPUTS
     groups = int(header[GROUPS])
     units = width // (SUM_INPUTS * unit_sums)
@@ -256,6 +257,7 @@ def _multiply_half(
     least = expanded.least[kept].ctypes.data
     units_with_least = units if header[LEAST_PLACE] != NOT_THERE or header[ZEROS_PLACE] != NOT_THERE else 0
     codes = place + int(header[CODES_PLACE])
+    table = header_place + TABLE * header.itemsize
     # The descriptor counts whole panels: their halves lie one after the other.
     ahead, move, switch, jump = prefetching
     begun = groups if column else 0
@@ -265,8 +267,13 @@ def _multiply_half(
         some = CODED_ROWS if rows - done >= CODED_ROWS else min(rows - done, 2)
         to = tile[done : done + some]
         row = first + done
-        multiply_codes(bits, digits, width, row, some, header[ZERO], codes, scales, groups, asked, to, column)
-        finish_codes(digits, width, row, some, least, units_with_least, unit_sums, to, column)
+        if header[KIND] == FLOATS:
+            multiply_floats(bits, operand, row, some, table, codes, scales, groups, asked, to, column)
+        else:
+            of_bytes = table if header[KIND] == PLACES_OF_BYTES else 0
+            zero = header[ZERO]
+            multiply_codes(bits, digits, width, row, some, zero, codes, scales, groups, of_bytes, asked, to, column)
+            finish_codes(digits, width, row, some, least, units_with_least, unit_sums, to, column)
         done += some
 
 

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from model_worker.cpu.gemm import coded_format as fields
 from model_worker.cpu.gemm.coded_format import FIELDS, HEADER_BYTES, NOT_THERE
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
+from model_worker.cpu.simd.code_groups import HAS_BYTE_TABLES, TABLE_VALUES
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS, SHORT_BITS, SUM_INPUTS
+from model_worker.cpu.simd.dot_floats import FP8_BITS, PLACE_BITS
 from model_worker.cpu.simd.fixed_point import PLACES, WORD_BYTES
-from shared.weight_codes import Codes, Grouped
+from shared.weight_codes import E4M3, Codes, Grouped
 
 # Bits of codes that panels hold as they are. A code of fewer bits is held in the next larger ones.
 BITS = (4, 5, 6, 8)
@@ -47,6 +49,15 @@ class Layout(NamedTuple):
     zero: int
     numbers: dict[str, Numbers]  # scales, steps, zeros, least, least_steps: those that there are
     codes_place: int
+    table: bytes = b""  # the bytes or float32 that codes stand for; none: they are numbers themselves
+    kind: int = fields.NUMBERS
+
+    @property
+    def values(self) -> NDArray[Any] | None:
+        """What codes stand for, by their number; None: they are numbers themselves."""
+        if self.kind == fields.NUMBERS:
+            return None
+        return np.frombuffer(self.table, np.float32 if self.kind == fields.FLOATS else np.uint8)
 
     @property
     def half_bytes(self) -> int:
@@ -64,6 +75,10 @@ class Layout(NamedTuple):
         header[fields.GROUPS] = self.inputs // GROUP_INPUTS
         header[fields.CODES_PLACE] = self.codes_place
         header[fields.ZERO] = self.zero
+        header[fields.KIND] = self.kind
+        # That of FP8 is known.
+        values = np.frombuffer(self.table, np.int32)[:TABLE_VALUES]
+        header[fields.TABLE : fields.TABLE + len(values)] = values
         for name, numbers in self.numbers.items():
             place = getattr(fields, f"{name.upper()}_PLACE", None)
             if place is not None:
@@ -94,8 +109,8 @@ def normalised(codes: Codes) -> Codes:
         if not plain or codes.zeros.shape[1] != codes.scales.groups:
             raise UnsupportedCodes("its zeros are not those of its scales, or it has steps or minimums, too")
     bits = codes.bits
-    if is_short and bits > SHORT_BITS:
-        raise UnsupportedCodes(f"its groups of {SUM_INPUTS} have codes of more than {SHORT_BITS} bits")
+    if is_short and (bits > SHORT_BITS or codes.table is not None):
+        raise UnsupportedCodes(f"its groups of {SUM_INPUTS} have a table, or codes of more than {SHORT_BITS} bits")
     return codes._replace(
         bits=SHORT_BITS if is_short else max(min(BITS), bits if bits < 7 else 8),
         scales=_by_unit(codes.scales, inputs // unit),
@@ -104,15 +119,37 @@ def normalised(codes: Codes) -> Codes:
 
 
 def _without_table(codes: Codes) -> Codes:
-    """Return the same weight with the values of its table as codes, above the least of them."""
+    """Return the same weight with the values of its table as codes, above the least of them.
+
+    Tables stay whose places panels hold: floats, and sixteen bytes where there are instructions for them.
+    """
     if codes.table is None:
         return codes
+    if codes.table.dtype == np.float32:
+        return _checked_floats(codes)
     if not isinstance(codes.zeros, int):
         raise UnsupportedCodes("it has a table and zeros")
     least = int(codes.table.min())
     values = (codes.table.astype(np.int16) - least).astype(np.uint8)
+    zero = codes.zeros - least
+    inputs = codes.codes.shape[1]
+    if HAS_BYTE_TABLES and len(values) == TABLE_VALUES and inputs // codes.scales.groups >= GROUP_INPUTS:
+        return codes._replace(bits=PLACE_BITS, zeros=zero, table=values)
     bits = int(values.max()).bit_length()
-    return codes._replace(codes=values[codes.codes], bits=bits, zeros=codes.zeros - least, table=None)
+    return codes._replace(codes=values[codes.codes], bits=bits, zeros=zero, table=None)
+
+
+def _checked_floats(codes: Codes) -> Codes:
+    """Return codes that are floats. UnsupportedCodes if not all are numbers, or if they have more than scales."""
+    table = codes.table
+    is_fp8 = codes.bits == FP8_BITS and np.array_equal(table, E4M3, equal_nan=True)  # type: ignore[arg-type]
+    if table is None or not (is_fp8 or (codes.bits == PLACE_BITS and len(table) == TABLE_VALUES)):
+        raise UnsupportedCodes("its table of floats is neither that of FP8 (e4m3) nor of sixteen values")
+    if not isinstance(codes.zeros, int) or codes.zeros or codes.minimums is not None or codes.order is not None:
+        raise UnsupportedCodes("its codes are floats with zeros, minimums or an order")
+    if not bool(np.isfinite(table[codes.codes]).all()):
+        raise UnsupportedCodes("it has codes of floats that are not finite")
+    return codes
 
 
 def _by_unit(numbers: Grouped, units: int) -> Grouped:
@@ -130,7 +167,12 @@ def layout_of(codes: Codes) -> Layout:
         numbers[name] = Numbers(place, array.dtype, array.shape[1])
         place += array.shape[1] * HALF * array.dtype.itemsize
     zero = codes.zeros if isinstance(codes.zeros, int) else 0
-    return Layout(codes.bits, inputs, inputs // unit, zero, numbers, -(-place // _LINE_BYTES) * _LINE_BYTES)
+    codes_place = -(-place // _LINE_BYTES) * _LINE_BYTES
+    table = b"" if codes.table is None else codes.table.tobytes()
+    kind = fields.NUMBERS
+    if codes.table is not None:
+        kind = fields.FLOATS if codes.table.dtype == np.float32 else fields.PLACES_OF_BYTES
+    return Layout(codes.bits, inputs, inputs // unit, zero, numbers, codes_place, table, kind)
 
 
 def _arrays(codes: Codes) -> dict[str, NDArray[Any]]:
@@ -234,4 +276,5 @@ def unpacked(layout: Layout, halves: NDArray[np.uint8], numbers: NDArray[np.int6
         scales=Grouped(found["scales"], found.get("steps")),
         zeros=found.get("zeros", layout.zero),
         minimums=Grouped(found["least"], found.get("least_steps")) if "least" in found else None,
+        table=layout.values,
     )

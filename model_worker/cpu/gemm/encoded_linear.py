@@ -7,7 +7,7 @@ they are packed, slowly and in little memory. Knows no format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,11 @@ class EncodedWeight(ABC):
     def codes(self) -> Callable[[int, int], Codes] | None:
         """What gives the codes of outputs from the first number up to the second; None: panels hold no such codes."""
         return None
+
+    @property
+    def experts(self) -> Sequence[Sequence[EncodedWeight]]:
+        """The matrices [outputs, inputs] of each expert, whose outputs come one behind the other; empty for none."""
+        return ()
 
     def quantized(self) -> Quantized:
         """Return the weight in int8 per output. A format of such numbers gives its own."""

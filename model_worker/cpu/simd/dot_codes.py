@@ -15,7 +15,7 @@ import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
-from model_worker.cpu.simd.code_groups import HALF_LANES, CodeGroup, every_lane, index
+from model_worker.cpu.simd.code_groups import HALF_LANES, HAS_BYTE_TABLES, ByteTable, CodeGroup, every_lane, index
 from model_worker.cpu.simd.dot_bf16 import (
     FLOATS,
     INDEX,
@@ -45,11 +45,11 @@ CODED_DIGITS: int = DIGITS[types.uint16]
 # Bytes of a line of memory.
 LINE_BYTES = 64
 
-_STEPS = 8
-_VECTORS = HALF_LANES // LANES
+STEPS = 8
+VECTORS = HALF_LANES // LANES
 
 
-def _emit_prefetches(builder: Any, asked: Any, at: Any, bits: int, rows: int) -> None:
+def emit_prefetches(builder: Any, asked: Any, at: Any, bits: int, rows: int) -> None:
     """Prefetch what a group's turn is. One row runs at the speed of memory: its lines are always those of a group."""
     ahead, move, switch, jump = (builder.extract_value(asked, i) for i in range(4))
     behind = builder.select(builder.icmp_signed("<", at, switch), index(0), jump)
@@ -87,10 +87,10 @@ def _emit_group(
         totals = {(row, digit): list(nothing) for row in range(rows) for digit in range(CODED_DIGITS)}
         for row in range(rows):
             totals[row, CODED_DIGITS - 1] = [splat(builder, starts[part][row])] * len(groups)
-        for step in range(_STEPS * part // parts, _STEPS * (part + 1) // parts):
+        for step in range(STEPS * part // parts, STEPS * (part + 1) // parts):
             weights = [group.step(step) for group in groups]
             for place in range(PARTS):
-                offset = builder.add(builder.mul(at, index(_STEPS * PARTS)), index(step * PARTS + place))
+                offset = builder.add(builder.mul(at, index(STEPS * PARTS)), index(step * PARTS + place))
                 for row in range(rows):
                     for digit in range(CODED_DIGITS):
                         word = builder.gep(inputs[row * CODED_DIGITS + digit], [offset])
@@ -109,12 +109,12 @@ def _emit_group(
     return sums
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, total: Any) -> Any:
+def multiply_add(builder: Any, a: Any, b: Any, total: Any) -> Any:
     kind = ir.FunctionType(FLOATS, (FLOATS, FLOATS, FLOATS))
     return builder.call(builder.module.declare_intrinsic("llvm.fmuladd.v16f32", (), kind), (a, b, total))
 
 
-def _loop(builder: Any, count: Any, start: list[Any]) -> tuple[Any, list[Any], Any]:
+def loop(builder: Any, count: Any, start: list[Any]) -> tuple[Any, list[Any], Any]:
     """Begin a loop. Returns its index, its values, and the function that ends it and returns the last values."""
     entry = builder.block
     head, body, done = (builder.append_basic_block(name) for name in ("head", "body", "done"))
@@ -168,7 +168,7 @@ class _Rows:
         return halves if parts == 2 else [[builder.add(*both) for both in zip(*halves, strict=True)]]
 
 
-def _load_floats(builder: Any, address: Any, row: Any, vectors: range) -> list[Any]:
+def load_floats(builder: Any, address: Any, row: Any, vectors: range) -> list[Any]:
     """Load these vectors of a row of float32 [.., outputs of half a panel]."""
     floats = builder.inttoptr(address, ir.FloatType().as_pointer())
     begin = builder.mul(row, index(HALF_LANES))
@@ -177,7 +177,7 @@ def _load_floats(builder: Any, address: Any, row: Any, vectors: range) -> list[A
 
 
 def _emit_groups(
-    builder: Any, bits: int, of_rows: _Rows, vectors: range, args: Any, prefetching: Any | None
+    builder: Any, bits: int, of_rows: _Rows, vectors: range, args: Any, prefetching: Any | None, table: ByteTable | None
 ) -> list[Any]:
     """Emit the loop over groups for these vectors. Returns the sums, row by row."""
     zero, codes, scales, groups = args
@@ -185,29 +185,31 @@ def _emit_groups(
     parts = 2 if bits == SHORT_BITS else 1
     negative = builder.sub(ir.Constant(WORD, 0), builder.trunc(zero, WORD))
     weights = builder.inttoptr(codes, WORD.as_pointer())
-    at, totals, end = _loop(builder, groups, [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(vectors)))
+    at, totals, end = loop(builder, groups, [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(vectors)))
     if prefetching is not None:
-        _emit_prefetches(builder, prefetching, at, bits, rows)
+        emit_prefetches(builder, prefetching, at, bits, rows)
     starts = [[builder.mul(negative, total) for total in part] for part in of_rows.sums(at, parts)]
     begin = builder.mul(at, index(bits * HALF_LANES))
-    codes_of = [CodeGroup(builder, bits, builder.gep(weights, [builder.add(begin, index(v * LANES))])) for v in vectors]
+    places = [builder.gep(weights, [builder.add(begin, index(v * LANES))]) for v in vectors]
+    codes_of = [CodeGroup(builder, bits, place, table) for place in places]
     for part, sums in enumerate(_emit_group(builder, rows, at, codes_of, of_rows.words, starts)):
         row = builder.add(builder.mul(at, index(parts)), index(part))
-        scale = _load_floats(builder, scales, row, vectors)
+        scale = load_floats(builder, scales, row, vectors)
         totals = [
-            _multiply_add(builder, builder.sitofp(sums[i], FLOATS), scale[i % len(vectors)], total)
+            multiply_add(builder, builder.sitofp(sums[i], FLOATS), scale[i % len(vectors)], total)
             for i, total in enumerate(totals)
         ]
     results: list[Any] = end(totals)
     return results
 
 
-def _tile(bits: int, rows: int) -> Any:
-    """Make an intrinsic `tile(values, sums, width, first_row, zero, codes, scales, groups, prefetching, out, column)`.
+def _tile(bits: int, rows: int, has_table: bool = False) -> Any:
+    """Make an intrinsic: its arguments are those of `multiply_codes`, with the arrays of digits.
 
     out[r, column + lane] = digits of row first_row + r . half a panel, in units of the row's factor. `values` and
     `sums` are those of rows of `width` inputs; `codes` and `scales` are addresses, the latter of float32 [groups,
-    outputs], or [groups, 2, outputs] for SHORT_BITS; `zero` is subtracted from each code.
+    outputs], or [groups, 2, outputs] for SHORT_BITS; `zero` is subtracted from each code. With a table codes are places
+    of the bytes at the address `table`.
     """
 
     @intrinsic
@@ -221,22 +223,24 @@ def _tile(bits: int, rows: int) -> Any:
         codes: Any,
         scales: Any,
         groups: Any,
+        table: Any,
         prefetching: Any,
         out: Any,
         column: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            of_table = ByteTable(builder, args[8]) if has_table else None
             of_rows = _Rows(context, builder, rows, signature.args, args)
-            for turn, vectors in enumerate(register_groups(rows, _VECTORS)):
-                asked = args[8] if turn == 0 else None
-                totals = _emit_groups(builder, bits, of_rows, vectors, args[4:8], asked)
-                begin = builder.add(args[10], index(vectors[0] * LANES))
-                places = sums_at(context, builder, signature.args[9], args[9], index(0), begin, rows, len(vectors))
+            for turn, vectors in enumerate(register_groups(rows, VECTORS)):
+                asked = args[9] if turn == 0 else None
+                totals = _emit_groups(builder, bits, of_rows, vectors, args[4:8], asked, of_table)
+                begin = builder.add(args[11], index(vectors[0] * LANES))
+                places = sums_at(context, builder, signature.args[10], args[10], index(0), begin, rows, len(vectors))
                 for place, total in zip(places, totals, strict=True):
                     builder.store(total, place, align=4)
             return context.get_dummy_value()
 
-        numbers = (types.int64,) * 6
+        numbers = (types.int64,) * 7
         return types.void(values, sums, *numbers, PREFETCH, out, types.int64), codegen
 
     return tile
@@ -267,11 +271,11 @@ def _finish(rows: int) -> Any:
             numbers = [builder.add(args[3], index(row)) for row in range(rows)]
             stride = builder.udiv(args[2], index(SUM_INPUTS))
             of_rows = [builder.gep(every, [builder.mul(row, stride)]) for row in numbers]
-            places = sums_at(context, builder, signature.args[7], args[7], index(0), args[8], rows, _VECTORS)
+            places = sums_at(context, builder, signature.args[7], args[7], index(0), args[8], rows, VECTORS)
             in_pairs = builder.icmp_signed("==", args[6], index(2))
             totals = [builder.load(place, align=4) for place in places]
-            at, totals, end = _loop(builder, args[5], totals)
-            least = _load_floats(builder, args[4], at, range(_VECTORS))
+            at, totals, end = loop(builder, args[5], totals)
+            least = load_floats(builder, args[4], at, range(VECTORS))
             first = builder.mul(at, args[6])
             last = builder.sub(builder.add(first, args[6]), index(1))
             results = []
@@ -280,12 +284,12 @@ def _finish(rows: int) -> Any:
                 other = builder.load(builder.gep(place, [last]), align=4)
                 whole = builder.select(in_pairs, builder.add(whole, other), whole)
                 share = splat(builder, builder.sitofp(whole, ir.FloatType()))
-                own = totals[row * _VECTORS : (row + 1) * _VECTORS]
-                results += [_multiply_add(builder, share, *both) for both in zip(least, own, strict=True)]
+                own = totals[row * VECTORS : (row + 1) * VECTORS]
+                results += [multiply_add(builder, share, *both) for both in zip(least, own, strict=True)]
             results = end(results)
             for row, place in enumerate(numbers):
                 share = splat(builder, builder.load(builder.gep(shares, [place]), align=4))
-                for v in range(row * _VECTORS, (row + 1) * _VECTORS):
+                for v in range(row * VECTORS, (row + 1) * VECTORS):
                     builder.store(builder.fmul(results[v], share), places[v], align=4)
             return context.get_dummy_value()
 
@@ -296,6 +300,7 @@ def _finish(rows: int) -> Any:
 
 
 _4_1, _4_2, _4_4 = (_tile(4, rows) for rows in (1, 2, CODED_ROWS))
+_table_1, _table_2, _table_4 = (_tile(4, rows, HAS_BYTE_TABLES) for rows in (1, 2, CODED_ROWS))
 _5_1, _5_2, _5_4 = (_tile(5, rows) for rows in (1, 2, CODED_ROWS))
 _6_1, _6_2, _6_4 = (_tile(6, rows) for rows in (1, 2, CODED_ROWS))
 _8_1, _8_2, _8_4 = (_tile(8, rows) for rows in (1, 2, CODED_ROWS))
@@ -313,40 +318,51 @@ def multiply_codes(
     codes: int,
     scales: int,
     groups: int,
+    table: int,
     prefetching: Any,
     out: Any,
     column: int,
 ) -> None:
-    """Compute out[:, column + lane] = digits of 1, 2 or CODED_ROWS rows . half a panel, in units of rows' factors."""
+    """Compute out[:, column + lane] = digits of 1, 2 or CODED_ROWS rows . half a panel, in units of rows' factors.
+
+    `table` is the address of the values of codes, or 0 if these are numbers.
+    """
     values = digits.values
     sums = digits.sums
-    if bits == 4:
+    if table:
         if rows == 1:
-            _4_1(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _table_1(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
         elif rows == 2:
-            _4_2(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _table_2(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
         else:
-            _4_4(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _table_4(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
+    elif bits == 4:
+        if rows == 1:
+            _4_1(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
+        elif rows == 2:
+            _4_2(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
+        else:
+            _4_4(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
     elif bits == 5:
         if rows == 1:
-            _5_1(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _5_1(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
         elif rows == 2:
-            _5_2(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _5_2(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
         else:
-            _5_4(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _5_4(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
     elif bits == 6:
         if rows == 1:
-            _6_1(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _6_1(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
         elif rows == 2:
-            _6_2(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _6_2(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
         else:
-            _6_4(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+            _6_4(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
     elif rows == 1:
-        _8_1(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+        _8_1(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
     elif rows == 2:
-        _8_2(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+        _8_2(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
     else:
-        _8_4(values, sums, width, first, zero, codes, scales, groups, prefetching, out, column)
+        _8_4(values, sums, width, first, zero, codes, scales, groups, table, prefetching, out, column)
 
 
 @njit(nogil=True, cache=True)

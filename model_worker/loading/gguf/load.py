@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
+from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.loading.gguf.names import NO_WEIGHTS, ROTARY_FACTORS, source_of
 from model_worker.loading.gguf.weights import GgufWeight, Vector, read_weight
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded
@@ -60,8 +60,13 @@ def load_gguf(
         for name, weight in weights.items()
         if lazily and isinstance(weight, GgufWeight) and _is_linear(skeleton, name)
     }
+    experts = {
+        name: weight
+        for name, weight in weights.items()
+        if lazily and isinstance(weight, EncodedWeight) and weight.experts
+    }
     state: dict[str, Any] = {
-        name: _Placeholder(weight.shape, kind) if name in encoded else _Decoded(weight, kind)
+        name: _Placeholder(weight.shape, kind) if name in encoded or name in experts else _Decoded(weight, kind)
         for name, weight in weights.items()
     }
     try:
@@ -84,10 +89,12 @@ def load_gguf(
     for name, weight in encoded.items():
         module = name.removesuffix(".weight")
         model.set_submodule(module, EncodedLinear(weight, model.get_submodule(module).bias, kind))
+    for name, of_experts in experts.items():
+        keep_experts(model, name, of_experts, kind)
     if lazily and config.tie_word_embeddings and isinstance(embedding := weights[_EMBEDDING], GgufWeight):
         model.set_submodule(_HEAD, EncodedLinear(embedding, None, kind))
     _scale_rotation(file, model)
-    _say(file, architecture, kind, lazily, weights, encoded)
+    _say(file, architecture, kind, lazily)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -172,14 +179,7 @@ def _scale_rotation(file: GgufFile, model: PreTrainedModel) -> None:
         setattr(rotary, name, frequencies / factors)
 
 
-def _say(
-    file: GgufFile,
-    architecture: str,
-    kind: torch.dtype,
-    lazily: bool,
-    weights: Mapping[str, EncodedWeight | Vector],
-    encoded: Mapping[str, EncodedWeight],
-) -> None:
+def _say(file: GgufFile, architecture: str, kind: torch.dtype, lazily: bool) -> None:
     kinds = Counter(tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1)
     counted = ", ".join(f"{count} {name}" for name, count in kinds.most_common())
     log.info(
@@ -190,7 +190,3 @@ def _say(
         if lazily
         else f"decoded to {kind} in memory",
     )
-    experts = [weight for weight in weights.values() if len(weight.shape) > 2]
-    if lazily and experts:
-        size = sum(torch.Size(weight.shape).numel() for weight in experts) * kind.itemsize
-        log.warning("%s: its experts are decoded to %s, and take %d MB of memory", architecture, kind, size >> 20)

@@ -46,6 +46,15 @@ class GgufWeight(EncodedWeight):
             return None
         return lambda first, last: codes_of(kind, np.ascontiguousarray(self.matrix.raw(first, last)))
 
+    @property
+    def experts(self) -> list[list[GgufWeight]]:
+        return [[self.of_expert(number)] for number in range(self.shape[0])] if len(self.shape) > 2 else []
+
+    def of_expert(self, number: int) -> GgufWeight:
+        """Return the matrix of an expert."""
+        outputs = self.shape[1]
+        return GgufWeight(self.matrix.part(number * outputs, (number + 1) * outputs))
+
 
 class JoinedExperts(EncodedWeight):
     """The gates and the other inner projections of experts, one behind the other: [experts, outputs, inputs]."""
@@ -57,6 +66,10 @@ class JoinedExperts(EncodedWeight):
 
     def rows(self, first: int, last: int) -> Tensor:
         return torch.cat([part.rows(first, last) for part in self._parts], dim=1)
+
+    @property
+    def experts(self) -> list[list[GgufWeight]]:
+        return [[part.of_expert(number) for part in self._parts] for number in range(self.shape[0])]
 
 
 @dataclass(frozen=True, eq=False)

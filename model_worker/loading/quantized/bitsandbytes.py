@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import nibbles
 from model_worker.loading.stored import Pool, Stored
+from shared.weight_codes import Codes, Grouped
 
 _STATE = ".quant_state.bitsandbytes__"
-# Values that 4 bits may stand for.
-_TABLE = 16
+_BITS = 4
+# Values that these may stand for.
+_TABLE = 1 << _BITS
 # Bytes of the numbers that codes may be stored as.
 _BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
@@ -42,10 +46,26 @@ class BlockWeight(EncodedWeight):
         width = self.shape[1]
         start = first * width
         stop = last * width
-        data = self._codes[start // 2 : -(-stop // 2)] if self._codes.dtype == "U8" else self._bytes(start, stop)
-        codes = nibbles(data.flatten(), high_first=True)[: stop - start]
-        values = self._table[codes] * self._greatest[torch.arange(start, stop) // self._block]
+        values = self._table[self._places(start, stop)] * self._greatest[torch.arange(start, stop) // self._block]
         return values.view(last - first, width)
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes] | None:
+        # A row is whole blocks, each of them whole groups of panels.
+        fitting = self.shape[1] % self._block == 0 and self._block % GROUP_INPUTS == 0
+        return self._codes_of if fitting else None
+
+    def _codes_of(self, first: int, last: int) -> Codes:
+        width = self.shape[1]
+        blocks = width // self._block
+        greatest = self._greatest[first * blocks : last * blocks].view(last - first, blocks)
+        codes = self._places(first * width, last * width).to(torch.uint8).view(last - first, width)
+        return Codes(codes.numpy(), _BITS, Grouped(greatest.numpy()), 0, table=self._table.numpy())
+
+    def _places(self, start: int, stop: int) -> Tensor:
+        """Return the codes of numbers from `start` up to `stop`."""
+        data = self._codes[start // 2 : -(-stop // 2)] if self._codes.dtype == "U8" else self._bytes(start, stop)
+        return nibbles(data.flatten(), high_first=True)[: stop - start]
 
     def _bytes(self, start: int, stop: int) -> Tensor:
         """Read codes that are stored as numbers of another type."""

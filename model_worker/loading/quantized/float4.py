@@ -60,6 +60,34 @@ class Float4Weight(EncodedWeight):
         return Codes(nibbles(self._codes[first:last]).to(torch.uint8).numpy(), _BITS, scales, 0, table=_E2M1_DOUBLED)
 
 
+class ExpertWeight(EncodedWeight):
+    """The matrix [out, in] of an expert of gpt-oss, of all experts' blocks and exponents."""
+
+    def __init__(self, blocks: Stored, exponents: Stored, number: int) -> None:
+        _, outputs, groups, half = blocks.shape
+        self._blocks = blocks
+        self._exponents = exponents
+        self._number = number
+        self.shape = (outputs, groups * half * 2)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        codes, scales = self._parts(first, last)
+        return E2M1[codes.int()] * spread(scales, self.shape[1])
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes] | None:
+        return self._codes_of if self.shape[1] // self._exponents.shape[2] % GROUP_INPUTS == 0 else None
+
+    def _codes_of(self, first: int, last: int) -> Codes:
+        codes, scales = self._parts(first, last)
+        return Codes(codes.numpy(), _BITS, Grouped((scales / 2).numpy()), 0, table=_E2M1_DOUBLED)
+
+    def _parts(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the codes u8 [outputs, inputs] and the scales [outputs, groups] of some outputs."""
+        codes = nibbles(self._blocks[self._number, first:last]).flatten(1)
+        return codes.to(torch.uint8), powers_of_two(self._exponents[self._number, first:last])
+
+
 class ExpertsWeight(EncodedWeight):
     """The weights [experts, in, out] of gpt-oss, of blocks u8 [experts, out, groups, 16] and exponents [.., groups]."""
 
@@ -76,6 +104,10 @@ class ExpertsWeight(EncodedWeight):
     def rows(self, first: int, last: int) -> Tensor:
         values = E2M1[nibbles(self._blocks[first:last])] * powers_of_two(self._exponents[first:last])[..., None]
         return values.flatten(-2).transpose(1, 2)
+
+    @property
+    def experts(self) -> list[list[ExpertWeight]]:
+        return [[ExpertWeight(self._blocks, self._exponents, number)] for number in range(self.shape[0])]
 
 
 def take_experts(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:

@@ -54,6 +54,11 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
             first = _added_to_zeros(scheme, one.zeros, bits)
         order = pool.take_if(f"{one.module}g_idx")
         if order is None:
+            if scheme.get("desc_act") and groups > 1:
+                raise ValueError(
+                    f"{one.codes.name} has no g_idx beside it, and {scheme.file} has desc_act, so that the order of "
+                    "its inputs is unknown: download the files anew"
+                )
             shared: Tensor | int = group_width(one.codes.name, inputs, groups, stated_sizes(scheme))
         else:
             shared = _groups(order, inputs, groups)

@@ -18,13 +18,15 @@ from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import check_scales, powers_of_two, spread
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
-from shared.weight_codes import Codes, Grouped
+from shared.weight_codes import E4M3, Codes, Grouped
 
-FP8 = ("F8_E4M3", "F8_E5M2")
+E4M3_TYPE = "F8_E4M3"
+FP8 = (E4M3_TYPE, "F8_E5M2")
 # Sides of blocks where no file says them.
 _BLOCKS = (128, 64, 32, 256)
 _MOST_INT8 = 127
 _MIDDLE = 128
+_CODE_BITS = 8
 
 
 class ScaledWeight(EncodedWeight):
@@ -58,16 +60,26 @@ class ScaledWeight(EncodedWeight):
 
     @property
     def codes(self) -> Callable[[int, int], Codes] | None:
+        kept = self._numbers.dtype in ("I8", E4M3_TYPE) and self._zeros is None
+        inputs = self.shape[1]
         groups = self._scales.shape[1]
-        alike = self._numbers.dtype == "I8" and self._zeros is None and self._block is None
-        fitting = self.shape[1] % groups == 0 and self.shape[1] // groups % GROUP_INPUTS == 0
-        return self._codes_of if alike and fitting else None
+        width = inputs // groups if self._block is None else self._block[1]
+        # A row is equal groups, each of them whole ones of panels.
+        fitting = width * groups == inputs and width % GROUP_INPUTS == 0
+        return self._codes_of if kept and fitting else None
 
     def _codes_of(self, first: int, last: int) -> Codes:
-        scales = self._scales if len(self._scales) == 1 else self._scales[first:last]
-        numbers = self._numbers[first:last].view(torch.uint8).numpy() ^ np.uint8(_MIDDLE)
-        base = scales.float().expand(last - first, -1).numpy()
-        return Codes(numbers, 8, Grouped(base), _MIDDLE)
+        scales = Grouped(self._scales_of(first, last).float().numpy())
+        codes = self._numbers[first:last].view(torch.uint8).numpy()
+        if self._numbers.dtype == E4M3_TYPE:
+            return Codes(codes, _CODE_BITS, scales, 0, table=E4M3)
+        return Codes(codes ^ np.uint8(_MIDDLE), _CODE_BITS, scales, _MIDDLE)
+
+    def _scales_of(self, first: int, last: int) -> Tensor:
+        """Return the scales of these rows, [last - first, groups]."""
+        if self._block is not None:
+            return self._scales[torch.arange(first, last) // self._block[0]]
+        return (self._scales if len(self._scales) == 1 else self._scales[first:last]).expand(last - first, -1)
 
     def quantized(self) -> Quantized:
         """Numbers of int8 with a scale for each output are kept as they are."""

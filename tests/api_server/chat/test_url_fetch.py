@@ -18,8 +18,10 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_server import trace_context
 from api_server.chat.url_fetch import Fetched, Limits, UrlFetcher
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.trace_context import TraceContext
 from shared.fetch_hosts import Address, FetchHosts
 from tests.api_server.served_app import Page, Web, answer, redirect, running
 
@@ -82,6 +84,20 @@ async def test_a_page_is_fetched_and_nothing_of_this_process_goes_along(
         assert not {"cookie:", "authorization:", "referer:"} & {
             line.split(" ")[0] for line in head.lower().split("\r\n")
         }
+
+
+async def test_the_trace_of_the_request_goes_along(web: Web) -> None:
+    web.pages = {"/": answer(b"x")}
+    token = trace_context.current.set(TraceContext("4b" * 16, "0a" * 8, 1, "a=1"))
+    try:
+        await fetch(web.url())
+    finally:
+        trace_context.current.reset(token)
+    await fetch(web.url())
+    with_trace, without = web.heads
+    assert f"traceparent: 00-{'4b' * 16}-{'0a' * 8}-01\r\n" in with_trace
+    assert "tracestate: a=1\r\n" in with_trace
+    assert "trace" not in without
 
 
 async def test_gzip_is_unpacked(web: Web) -> None:

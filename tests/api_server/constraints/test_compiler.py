@@ -16,6 +16,7 @@ from api_server.constraints.compiler import ConstraintCompiler
 from api_server.errors import ErrorKind, RequestFailed
 from deploy import embedded_model
 from interfaces import Constraint, ConstraintKind
+from tests.kills import kill_unseen
 
 TOKENIZER = Path(embedded_model.__file__).parent / "weights" / "tokenizer.json"
 GOOD = Constraint(ConstraintKind.REGEX, "a+", field="regex")
@@ -79,13 +80,28 @@ async def test_a_client_that_leaves_takes_nothing_from_others(compiler: Constrai
     assert await second
 
 
-async def test_the_helper_may_die(compiler: ConstraintCompiler) -> None:
+async def test_a_helper_that_dies_costs_no_request(compiler: ConstraintCompiler) -> None:
     await compiler.compile(GOOD)
-    assert compiler._process is not None
-    endless = asyncio.create_task(compiler.compile(ENDLESS))
-    await asyncio.sleep(0.05)
-    os.kill(compiler._process.pid, signal.SIGKILL)
-    with pytest.raises(RequestFailed) as failed:
-        await endless
+    for i in range(3):
+        assert compiler._process is not None
+        kill_unseen(compiler._process.pid)
+        assert await compiler.compile(Constraint(ConstraintKind.CHOICE, f'["x{i}"]'))
+
+
+async def test_a_constraint_of_which_two_helpers_die_is_refused(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await compiler.compile(GOOD)
+    send = compiler._send
+
+    async def deadly(key: bytes, constraint: Constraint) -> None:
+        await send(key, constraint)
+        assert compiler._process is not None
+        os.kill(compiler._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(compiler, "_send", deadly)
+    with pytest.raises(RequestFailed, match="has died; retry") as failed:
+        await compiler.compile(ENDLESS)
     assert failed.value.kind is ErrorKind.UNAVAILABLE
+    monkeypatch.setattr(compiler, "_send", send)
     assert await compiler.compile(Constraint(ConstraintKind.CHOICE, '["x"]'))

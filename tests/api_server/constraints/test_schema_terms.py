@@ -134,6 +134,7 @@ NUMBERS = st.builds(
 @settings(max_examples=examples(40), deadline=None)
 @example(10**18 - 1, 10**18 - 1, [], False, "integer")
 @example(2**53, 10**18 - 101, [10**18 - 100], False, "number")
+@example(2**53, 2**63 - 809, [], False, "number")
 @given(NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=4), st.booleans(), st.sampled_from(["integer", "number"]))
 def test_no_number_outside_of_its_bounds_is_ever_allowed(
     a: int, b: int, tried: list[int], exclusive: bool, kind: str

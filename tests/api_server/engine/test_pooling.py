@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from api_server.engine import health_probe
 from api_server.engine.client import EngineClient
-from api_server.engine.pooling import PooledSubmission
+from api_server.engine.pooling import PooledSubmission, StreamedSubmission
 from api_server.errors import ErrorKind, RequestFailed
 from interfaces import (
     ErrorCode,
@@ -20,6 +21,7 @@ from interfaces import (
     RequestError,
     SamplingParams,
     SchedulingOptions,
+    SharedMemoryArray,
     TextContext,
     Vectors,
     encode,
@@ -189,3 +191,47 @@ async def test_values_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError):
         submission.receive(vectors(1, PooledValues(np.zeros((0, 2), np.float32), np.zeros(0, np.int32))))
     assert submission.receive(vectors(1, values.part(1, 4)))
+
+
+async def test_streamed_values_are_handed_out_in_order_as_they_come() -> None:
+    context = texts(4)
+    values = sums_of(context)
+    submission = StreamedSubmission(1, context, SchedulingOptions())
+    assert submission.message.context == context
+    assert not submission.receive(vectors(2, values.part(2, 3)))
+    reader = submission.texts()
+    waiting = asyncio.ensure_future(anext(reader))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert not submission.receive(vectors(0, values.part(0, 1)))
+    found = [await waiting]
+    rest = submission.message.context
+    assert isinstance(rest, PoolingContext)
+    assert rest.lengths.tolist() == [len(context.texts()[i]) for i in (1, 3)]
+    left = sums_of(rest)
+    assert submission.receive(vectors(0, left))
+    submission.finish()
+    found += [row async for row in reader]
+    np.testing.assert_array_equal(np.concatenate(found), values.array)
+
+
+async def test_a_stream_that_fails_hands_out_what_it_has_before() -> None:
+    context = texts(3)
+    submission = StreamedSubmission(1, context, SchedulingOptions())
+    assert not submission.receive(vectors(0, sums_of(context).part(0, 1)))
+    submission.fail(RequestError(ErrorCode.TIMEOUT, "late"))
+    reader = submission.texts()
+    np.testing.assert_array_equal(await anext(reader), sums_of(context).array[:1])
+    with pytest.raises(RequestFailed, match="late"):
+        await anext(reader)
+
+
+async def test_a_preview_that_is_gone_is_left_out_and_the_image_goes_on() -> None:
+    context = texts(1)
+    submission = StreamedSubmission(1, context, SchedulingOptions())
+    gone = SharedMemoryArray(f"tokenyard-1-1-1-{secrets.token_hex(8)}", (1, 3), np.dtype(np.float32).str)
+    one = np.ones(1, np.int32)
+    assert not submission.receive(Vectors(1, 1, 0, PooledValues(gone, one), 0, preview=1))
+    image = PooledValues(np.ones((1, 3), np.float32), one)
+    assert submission.receive(Vectors(1, 1, 0, image, 0))
+    assert [number async for number, _ in submission.with_previews()] == [0]

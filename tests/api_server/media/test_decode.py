@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageSequence, features
 
-from api_server.media.decode import FORMATS, MOST_PIXELS, MOST_PIXELS_TOGETHER, ImageRefused, decoded, size_of
+from api_server.media.decode import (
+    FORMATS,
+    MOST_PIXELS,
+    MOST_PIXELS_TOGETHER,
+    ImageRefused,
+    decoded,
+    size_of,
+    upright_size_of,
+)
 from api_server.media.media_process import outcome
 
 # Pillow warns of metadata that it cannot read.
@@ -88,6 +96,7 @@ def test_photos_are_turned_upright(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     found = decoded(saved(image, "PNG", exif=exif))
+    assert upright_size_of(saved(image, "JPEG", exif=exif)) == found.size
     pixels = np.asarray(image)
     turns: dict[int, Callable[[Any], Any]] = {
         1: lambda a: a,

@@ -174,8 +174,11 @@ def test_all_dialects_give_the_same_tokens_and_arrays(seeing: LiveServer) -> Non
     data = png()
     text = "What is this?"
     prompt = rendered("<image>", text)
+    ollama = {"stream": False, "options": {"num_predict": 3}}
     found = bodies(data, text) | {
-        GENERATE: {"text": prompt, "image_data": uri(data), "sampling_params": {"max_new_tokens": 3}}
+        GENERATE: {"text": prompt, "image_data": uri(data), "sampling_params": {"max_new_tokens": 3}},
+        "/api/chat": {"messages": [{"role": "user", "content": text, "images": [b64(data)]}], **ollama},
+        "/api/generate": {"prompt": text, "images": [b64(data)], **ollama},
     }
     seen = []
     for path, body in found.items():

@@ -160,3 +160,48 @@ def test_what_would_fill_the_cache_is_not_kept() -> None:
         assert [image.is_clip for image in images._kept.values()] == [False]
 
     asyncio.run(run())
+
+
+class Ears(ImageFacts):
+    async def read(self) -> Vision:
+        return Vision("<s>", "<s>", 1, "<s>", "", "", "f", is_sound=True, most_sound_bytes=400)
+
+
+class Sounds(Client):
+    """Reads sounds of 100 bytes and 1000 seconds at once."""
+
+    async def ask(self, job: dict[str, Any]) -> Answer:
+        return {"run": "r", "seconds": 1000.0, "arrays": {"pixel_values": packed(np.zeros(25, np.float32), [])}}
+
+
+def test_features_of_sounds_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images_module, "MOST_FEATURE_BYTES", 650)
+
+    async def run() -> None:
+        images = Images(Ears("m"), Sounds(), (1, 1), None, 0, b"key")
+        held = await images.processed_sounds([b"s0"], [])
+        held += await images.processed_sounds([b"s1"], [])
+        held += await images.processed_sounds([b"s2"], [])
+        assert 300 <= images.feature_bytes < 400
+        with pytest.raises(RequestFailed, match="sounds of open requests take") as refused:
+            await images.processed_sounds([b"s3"], [])
+        assert refused.value.kind == ErrorKind.OVERLOADED
+        array = held.pop().arrays["pixel_values"]
+        held.clear()
+        await until(lambda: images.feature_bytes < 200)
+        assert images.feature_bytes >= array.nbytes, "what a request holds is counted"
+        del array
+        await until(lambda: images.feature_bytes == 0)
+        assert len(await images.processed_sounds([b"s4"], [])) == 1
+
+    asyncio.run(run())
+
+
+def test_sounds_of_a_request_have_a_bound_together() -> None:
+    async def run() -> None:
+        images = Images(Ears("m"), Sounds(), (1, 1), None, 0, b"key")
+        assert len(await images.processed_sounds(names("s", 3), [])) == 3
+        with pytest.raises(RequestFailed, match=r"sounds\[3\]: the sounds .* take 4000 s; at most 3600 s"):
+            await images.processed_sounds(names("s", 5), [])
+
+    asyncio.run(run())

@@ -24,6 +24,7 @@ from shared.pipe_messages import message_unpacker
 
 PROGRAM = """
 import os, signal, sys
+from functools import partial
 import numpy as np
 from api_server.media import media_process
 from api_server.media.processors import Arrays
@@ -50,7 +51,7 @@ class Processor:
         return Arrays({"pixel_values": np.full((image.height, 1000), image.width, np.float32)}, "run")
 
 answers = os.fdopen(os.dup(1), "wb")
-media_process.MediaProcess(Processor(), answers).run(0, message_unpacker())
+media_process.MediaProcess(partial(media_process.outcome, Processor()), answers).run(0, message_unpacker())
 """
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.metrics.collector import TOKEN_SECONDS, Metrics
 from api_server.metrics.server_facts import ModelState
-from interfaces.messages import Status, WorkerStatus
+from interfaces.messages import AdapterState, AdapterStatus, Status, WorkerStatus
 from interfaces.result.results import ErrorCode, RequestError
 from shared import process_table
 from shared.process_table import ProcessState
@@ -166,9 +167,12 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
             encoded=6,
             image_hits=5,
             encode_ms=2500,
+            placed_tokens=700,
+            saved_tokens=400,
         ),
     ]
     status = Status(9, True, "", workers, 7, 5, 4096, 128, 16, 32000, {"preemptions": 4, "Prefix hits": 2})
+    status = replace(status, backlog_seconds=2.5)
     metrics = Metrics("m", ["/generate"])
     found = parse(metrics.exposition(status).decode())
     assert value(found, "tokenyard_requests_running") == value(found, "tgi_batch_current_size") == 5
@@ -181,6 +185,8 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     assert value(found, "tokenyard_worker_draft_tokens_total", device="cuda:1", index="1") == 9
     assert value(found, "tokenyard_worker_accepted_tokens_total", device="cuda:1", index="1") == 8
     assert value(found, "tokenyard_worker_drafts_total", device="cuda:1", index="1") == 4
+    assert value(found, "tokenyard_worker_placed_tokens_total", device="cuda:1", index="1") == 700
+    assert value(found, "tokenyard_worker_saved_tokens_total", device="cuda:1", index="1") == 400
     for name, count in (("drafts", 4), ("draft_tokens", 9), ("accepted_tokens", 8)):
         assert value(found, f"vllm:spec_decode_num_{name}_total", model_name="m") == count
     for position, count in (("0", 5), ("1", 3)):
@@ -194,6 +200,7 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     assert value(found, "tokenyard_scheduler_preemptions_total") == 4
     assert value(found, "tokenyard_scheduler_prefix_hits_total") == 2
     assert value(found, "tokenyard_scheduler_ready") == 1
+    assert value(found, "tokenyard_backlog_seconds") == 2.5
     assert value(found, "sglang:num_used_tokens", model_name="m") == 50 * 16
     assert value(found, "sglang:token_usage", model_name="m") == 0.25
     silent = parse(metrics.exposition(None).decode())
@@ -334,3 +341,43 @@ def test_bounds_cover_what_happens() -> None:
     assert list(TOKEN_SECONDS) == sorted(set(TOKEN_SECONDS))
     assert TOKEN_SECONDS[0] <= 0.0001
     assert TOKEN_SECONDS[-1] >= 5
+
+
+def test_what_endpoint_pickers_read_has_vllms_names(live: LiveServer) -> None:
+    for body in ({"inputs": "Hello"}, {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}):
+        httpx.post(live.url + "/generate", json=body)
+    workers = [
+        WorkerStatus("cpu", 0, 1, 2, 100, 30, 5, steps=40, seconds_since_step=0.5, placed_tokens=90, saved_tokens=60),
+        WorkerStatus("cpu", 1, 1, 3, 60, 10, 0, steps=40, seconds_since_step=0.5, placed_tokens=10, saved_tokens=0),
+    ]
+    adapters = [
+        AdapterStatus(number, name, "", "", 8, 100, False, AdapterState.READY, requests, 1)
+        for number, (name, requests) in enumerate({"poet": 2, "x": 0}.items(), 1)
+    ]
+    # More than the workers that are here: another one is lost.
+    counters = {"preemptions": 4, "placed_tokens": 150, "saved_tokens": 70}
+    status = Status(9, True, "", workers, 7, 5, 4096, 128, 16, 32000, counters, adapters=adapters)
+    found = parse(Metrics("m", ["/generate"]).exposition(status).decode())
+    names = {"engine": "0", "model_name": "m"}
+    for name, expected in {
+        "num_requests_waiting": 7,
+        "num_requests_running": 5,
+        "kv_cache_usage_perc": 0.25,
+        "gpu_cache_usage_perc": 0.25,
+        "prefix_cache_queries_total": 150,
+        "prefix_cache_hits_total": 70,
+        "num_preemptions_total": 4,
+    }.items():
+        assert value(found, f"vllm:{name}", **names) == expected, name
+    assert value(found, "vllm:cache_config_info", block_size="16", num_gpu_blocks="160", **names) == 1
+    lora = {"max_lora": "2", "running_lora_adapters": "poet", "waiting_lora_adapters": ""}
+    assert value(found, "vllm:lora_requests_info", **lora, **names) == 1
+    served = scrape(live)
+    names["model_name"] = "tiny-chat"
+    for name in ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count"):
+        assert value(served, f"vllm:{name}", **names) == value(served, f"tokenyard_{name}") > 0
+    gaps = value(served, "tokenyard_inter_token_latency_seconds_count")
+    assert value(served, "vllm:time_per_output_token_seconds_count", **names) == gaps
+    success = "vllm:request_success_total"
+    ended = {name: value(served, success, finished_reason=name, **names) for name in ("stop", "length", "abort")}
+    assert ended == {"stop": 1, "length": 1, "abort": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import numpy as np
 import pytest
 
 from tests.api_server.conftest import LiveServer
-from tests.api_server.pooling.conftest import LABELS, LIMIT, PoolingServer, Serve, activated, checkpoint, vector_of
+from tests.api_server.pooling.conftest import (
+    LABELS,
+    LIMIT,
+    PROMPTS,
+    PoolingServer,
+    Serve,
+    activated,
+    checkpoint,
+    vector_of,
+)
 
 DOCUMENTS = ["the fox jumps", "Hello, world!", "fox", "the quick brown fox"]
 
@@ -40,7 +50,9 @@ def test_cohere_and_jina(reranking: PoolingServer, path: str) -> None:
     answer = post(reranking, path, **body).json()
     best = order(expected)
     assert [item["index"] for item in answer["results"]] == best
-    assert [item["relevance_score"] for item in answer["results"]] == pytest.approx([expected[i] for i in best])
+    assert [item["relevance_score"] for item in answer["results"]] == pytest.approx(
+        [expected[i] for i in best], abs=1e-6
+    )
     tokens = sum(len(reranking.ids("fox?", text)) for text in DOCUMENTS)
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert answer["model"] == "tiny-reranker"
@@ -75,7 +87,7 @@ def test_sglangs_rerank_is_a_bare_list(reranking: PoolingServer) -> None:
     answer = post(reranking, "/v1/rerank", query="fox?", documents=DOCUMENTS).json()
     best = order(expected)
     assert [(item["index"], item["document"]) for item in answer] == [(i, DOCUMENTS[i]) for i in best]
-    assert [item["score"] for item in answer] == pytest.approx([expected[i] for i in best])
+    assert [item["score"] for item in answer] == pytest.approx([expected[i] for i in best], abs=1e-6)
     lengths = [len(reranking.ids("fox?", DOCUMENTS[i])) for i in best]
     assert [item["meta_info"]["prompt_tokens"] for item in answer] == lengths
     few = post(reranking, "/v1/rerank", query="fox?", documents=DOCUMENTS, top_n=1, return_documents=False).json()
@@ -90,7 +102,7 @@ def test_vllms_score(reranking: PoolingServer, path: str, names: tuple[str, str]
     first, second = names
     answer = post(reranking, path, **{first: "fox?", second: DOCUMENTS}).json()
     assert [(item["index"], item["object"]) for item in answer["data"]] == [(i, "score") for i in range(4)]
-    assert [item["score"] for item in answer["data"]] == pytest.approx(scores(reranking, "fox?", DOCUMENTS))
+    assert [item["score"] for item in answer["data"]] == pytest.approx(scores(reranking, "fox?", DOCUMENTS), abs=1e-6)
     paired = post(reranking, path, **{first: DOCUMENTS, second: DOCUMENTS[::-1]}, use_activation=False).json()
     expected = [scores(reranking, a, [b], raw=True)[0] for a, b in zip(DOCUMENTS, DOCUMENTS[::-1], strict=True)]
     assert [item["score"] for item in paired["data"]] == pytest.approx(expected, rel=1e-5)
@@ -104,10 +116,62 @@ def test_a_model_that_makes_vectors_ranks_by_cosine(embedding: PoolingServer) ->
     answer = post(embedding, "/v1/rerank", model="", query="fox?", documents=DOCUMENTS).json()
     best = order(expected)
     assert [item["index"] for item in answer["results"]] == best
-    assert [item["relevance_score"] for item in answer["results"]] == pytest.approx([expected[i] for i in best])
+    assert [item["relevance_score"] for item in answer["results"]] == pytest.approx(
+        [expected[i] for i in best], abs=1e-6
+    )
     score = post(embedding, "/score", text_1="fox?", text_2=DOCUMENTS).json()["data"]
-    assert [item["score"] for item in score] == pytest.approx(expected)
+    assert [item["score"] for item in score] == pytest.approx(expected, abs=1e-6)
     assert embedding.double.contexts[-1].lengths.shape == (5,)
+
+
+def test_a_model_that_makes_vectors_of_tokens_ranks_by_max_sim(serve: Serve, tmp_path: Path) -> None:
+    """The sum over the query's tokens of the largest product with a token of the document that has a vector."""
+    folder = checkpoint(tmp_path / "late", "BertModel")
+    facts = {"model_type": "ColBERT", "prompts": PROMPTS}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(facts))
+
+    def max_sim(query: str, document: str) -> float:
+        firsts, seconds = ([unit([token]) for token in server.ids(text)] for text in (query, document))
+        return sum(max(float(one @ other) for other in seconds) for one in firsts)
+
+    with serve(folder, tasks=["embed_tokens"]) as server:
+        expected = [max_sim("query: fox?", "passage: " + text) for text in DOCUMENTS]
+        answer = post(server, "/v1/rerank", model="", query="fox?", documents=DOCUMENTS).json()
+        best = order(expected)
+        assert [item["index"] for item in answer["results"]] == best
+        assert [item["relevance_score"] for item in answer["results"]] == pytest.approx(
+            [expected[i] for i in best], abs=1e-6
+        )
+        paired = post(server, "/score", text_1=DOCUMENTS, text_2=DOCUMENTS[::-1]).json()["data"]
+        pairs = zip(DOCUMENTS, DOCUMENTS[::-1], strict=True)
+        expected = [max_sim(f"query: {one}", f"passage: {other}") for one, other in pairs]
+        assert [item["score"] for item in paired] == pytest.approx(expected, abs=1e-6)
+        refused = post(server, "/rerank", query="fox?", texts=DOCUMENTS)
+        assert refused.status_code in (400, 424)
+        assert "scores documents for a query" in refused.text
+
+
+def test_queries_and_documents_take_the_routes_of_a_router(serve: Serve, tmp_path: Path) -> None:
+    """Each kind of text is a context of its own, and words that are looked up have no tokens around them."""
+    folder = checkpoint(tmp_path / "routed", "BertModel")
+    types = {"q_0_SparseStaticEmbedding": "st.SparseStaticEmbedding", "d_0_Dense": "st.Dense"}
+    structure = {"query": ["q_0_SparseStaticEmbedding"], "document": ["d_0_Dense"]}
+    (folder / "2_Router").mkdir()
+    (folder / "2_Router" / "router_config.json").write_text(
+        json.dumps({"types": types, "structure": structure, "parameters": {"default_route": "document"}})
+    )
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Router": "2_Router"}
+    (folder / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in paths.items()]))
+    with serve(folder) as server:
+        found = post(server, "/v1/rerank", model="", query="fox?", documents=DOCUMENTS[:2]).json()
+        assert len(found["results"]) == 2
+        first, second = server.double.contexts
+        assert (first.route, second.route) == ("query", "document")
+        assert first.tokens.tolist() == server.ids("fox?")[1:-1]
+        assert second.tokens.tolist() == [token for text in DOCUMENTS[:2] for token in server.ids(text)]
+        for name in (None, "query", "document"):
+            post(server, "/v1/embeddings", input="fox", **({} if name is None else {"prompt_name": name}))
+        assert [context.route for context in server.double.contexts[2:]] == ["", "query", "document"]
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
@@ -144,6 +208,30 @@ def test_pooling(embedding: PoolingServer, classifying: PoolingServer) -> None:
     assert tokens["data"] == [pytest.approx(unit([token]).tolist(), abs=1e-6) for token in embedding.ids("the fox")]
 
 
+def test_a_reward_model_scores_a_conversation(serve: Serve, tmp_path: Path) -> None:
+    """A decoder with one label, as reward models are: the text is what the chat template makes of the messages."""
+    model = checkpoint(tmp_path / "tiny-reward", "LlamaForSequenceClassification", model_type="llama", num_labels=1)
+    opened = "{% if add_generation_prompt %}fox{% endif %}"
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}" + opened
+    (model / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "jumps"}]
+    with serve(model, tasks=["classify"], labels=["LABEL_0"]) as server:
+        said = "user the fox assistant jumps "
+        raw = post(server, "/pooling", messages=messages, use_activation=False).json()["data"][0]["data"]
+        ids = server.double.contexts[-1].tokens
+        assert [token for token in ids.tolist() if token > 4] == [token for token in server.ids(said) if token > 4]
+        assert raw == pytest.approx(vector_of(ids, 1).tolist(), rel=1e-5)
+        (found,) = post(server, "/classify", messages=messages).json()["data"]
+        assert found["probs"] == pytest.approx(activated(vector_of(ids, 1)).tolist(), rel=1e-5)
+        longer = post(server, "/pooling", messages=messages, add_generation_prompt=True)
+        assert longer.status_code == 200, longer.text
+        assert len(server.double.contexts[-1].tokens) == len(ids) + 1
+        (given,) = post(server, "/pooling", input=ids.tolist(), use_activation=False).json()["data"]
+        assert given["data"] == raw
+        both = post(server, "/pooling", input="a", messages=messages)
+        assert both.json()["error"]["message"] == "exactly one of input and messages must be given"
+
+
 def test_a_decoder_that_reranks_gets_its_form(serve: Serve, tmp_path: Path) -> None:
     """The form of Qwen3-Reranker, in which names of control tokens stay text."""
     model = checkpoint(tmp_path / "tiny-decoder", "Qwen3ForCausalLM", limit=512, model_type="qwen3")
@@ -178,7 +266,7 @@ def test_a_decoder_that_reranks_gets_its_form(serve: Serve, tmp_path: Path) -> N
         ("/rerank", {"query": "a", "texts": ["b"], "documents": ["b"]}, "`documents` and `texts` were given"),
         ("/rerank", {"query": "a"}, "give `documents`, or `texts`"),
         ("/classify", {"input": "a", "text": "b"}, "`input` and `text` were given"),
-        ("/classify", {}, "give `input`, or `text`, `input_ids`"),
+        ("/classify", {}, "give `input`, `messages`, or `text`, `input_ids`"),
         ("/v1/score", {"text_1": "a", "items": "b"}, "`items` and `text_1` were given"),
         ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [5]}, "needs a model that generates text"),
         ("/v1/rerank", {"model": "gpt", "query": "a", "documents": ["b"]}, "the model 'gpt' does not exist"),

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from api_server.body.depth import DEEPEST
 from api_server.dialects.openai import rendering
-from api_server.web import endpoint as endpoint_module
-from api_server.web import sse
+from api_server.web import read_body, sse
 from tests.api_server.conftest import LiveServer, SchedulerDouble, raw_post
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
@@ -78,7 +78,7 @@ def test_a_body_that_is_no_json_object_is_400(live: LiveServer, body: bytes) -> 
     "path", ["/v1/chat/completions", "/generate", "/v1/messages", "/vertex", "/invocations", "/tokenize", "/"]
 )
 def test_a_body_that_is_nested_too_deeply_is_400(live: LiveServer, path: str) -> None:
-    levels = endpoint_module.DEEPEST
+    levels = DEEPEST
     for depth, open_, close in ((levels + 1, "[", "]"), (1000, "[", "]"), (levels + 1, '{"a":', "}")):
         inner = open_ * (depth - 1) + "1" + close * (depth - 1)
         body = f'{{"model": "tiny-chat", "instances": {inner}}}'
@@ -92,7 +92,7 @@ def test_a_body_that_is_nested_too_deeply_is_400(live: LiveServer, path: str) ->
 
 
 def test_a_body_over_the_limit_is_413(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(read_body, "MAX_BODY_BYTES", 1000)
     response = httpx.post(f"{live.url}/v1/completions", content=b" " * 5000)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"

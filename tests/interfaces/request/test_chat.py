@@ -36,7 +36,7 @@ def test_content_is_normalised() -> None:
         (5, "content"),
         ({"type": "text"}, "content"),
         (["x"], r"content\[0\] must be an object with a type, got str"),
-        ([{"text": "x"}], r"content\[0\].type must be text, image or video, got None"),
+        ([{"text": "x"}], r"content\[0\].type must be text, image, video or audio, got None"),
         ([{"type": "text", "text": "x"}, {"type": "sound"}], r"content\[1\].type must be .* got 'sound'"),
         ([{"type": "text", "text": 5}], r"content\[0\].text must be a text, got int"),
         ([{"type": "image_url", "image_url": {"url": "x"}}], r"content\[0\] is a image_url: load it"),

@@ -24,6 +24,11 @@ from interfaces import (
     Batch,
     BatchResult,
     Cancel,
+    CodecContext,
+    CodecFacts,
+    Decision,
+    DecisionsAnswer,
+    DecisionsInquiry,
     Detach,
     DropAdapter,
     Goodbye,
@@ -39,10 +44,17 @@ from interfaces import (
     LoRAStatus,
     Order,
     OrderAnswer,
+    PaintingContext,
+    Ping,
+    PixelJoin,
+    PixelPreview,
+    PixelResult,
+    PixelStep,
     PooledValues,
     PoolingContext,
     PoolingTask,
     Ready,
+    Refusal,
     RequestError,
     Results,
     Retire,
@@ -69,6 +81,7 @@ from interfaces import (
     WeightsOrder,
     WeightsReport,
     WeightsVersion,
+    Welcome,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -168,7 +181,20 @@ def pooled_values(draw: st.DrawFn) -> PooledValues:
     return PooledValues(draw(hnp.arrays(np.float32, (int(lengths.sum()), width))), lengths)
 
 
+def codec_context(frames: int, width: int) -> CodecContext:
+    codes = range(width * (frames + 3))
+    return CodecContext.of([codes], PoolingTask.DECODE_SPEECH, width=width, left=2, right=1, first_frame=5)
+
+
+def painting_context(images: int) -> PaintingContext:
+    seeds = np.arange(images, dtype=np.int64)
+    sizes = {"height": 8, "width": 16, "steps": 2}
+    return PaintingContext.of([[1, 2]] * images, PoolingTask.PAINT, seeds=seeds, prompt="a train", **sizes)
+
+
 contexts = st.one_of(
+    st.builds(painting_context, st.integers(1, 3)),
+    st.builds(codec_context, st.integers(1, 3), st.integers(1, 7)),
     pooling_contexts(),
     st.builds(TextContext.from_prompt, st.lists(i31, min_size=1, max_size=9), sampling, **shared_by_contexts),
     st.builds(
@@ -225,9 +251,11 @@ statuses = st.builds(
     counters=st.dictionaries(text, i31, max_size=3),
     adapters=adapters,
     takes_adapters=st.booleans(),
+    codec=st.none() | st.builds(CodecFacts, i31, i31, st.integers(-1, 99), st.integers(-1, 99)),
 )
 seconds = st.none() | st.floats(0, 1e6)
-scheduling = st.builds(SchedulingOptions, text, st.integers(1, 1000), i31, seconds, seconds, text)
+scheduling = st.builds(SchedulingOptions, text, st.integers(1, 1000), i31, seconds, seconds, text, st.booleans(), text)
+pixel_joins = st.builds(PixelJoin, i31, st.builds(painting_context, st.just(1)))
 messages = st.one_of(
     st.builds(Hello, text, column(np.int32)),
     st.builds(Unknown, i31, column(np.int32), st.booleans()),
@@ -249,7 +277,7 @@ messages = st.one_of(
         reports=reports,
         number=st.integers(0, 2**63 - 1),
     ),
-    st.builds(Vectors, i31, i31, i31, pooled_values(), i31, st.integers(0, 2**63 - 1)),
+    st.builds(Vectors, i31, i31, i31, pooled_values(), i31, st.integers(0, 2**63 - 1), i31),
     st.builds(Batch, i31, i31, i31, st.lists(pooling_contexts(), max_size=3)),
     st.builds(
         BatchResult,
@@ -260,6 +288,20 @@ messages = st.one_of(
         parts=st.lists(st.none() | pooled_values(), max_size=3),
         errors=st.dictionaries(i31, text, max_size=3),
         device_us=i31,
+    ),
+    st.builds(PixelStep, i31, i31, i31, column(np.int32), column(np.int32), st.lists(pixel_joins, max_size=2)),
+    st.builds(
+        PixelResult,
+        incarnation=i31,
+        epoch=i31,
+        index=i31,
+        number=i31,
+        finished=column(np.int32),
+        images=st.lists(pooled_values(), max_size=2),
+        passes=column(np.int32),
+        errors=st.dictionaries(i31, text, max_size=3),
+        device_us=i31,
+        previews=st.lists(st.builds(PixelPreview, i31, i31, pooled_values()), max_size=2),
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
@@ -279,8 +321,13 @@ messages = st.one_of(
     st.builds(WeightsReport, i31, i31, i31, i31, text, text, column(np.float32), st.lists(i31, max_size=3)),
     st.builds(Inquiry, text),
     st.builds(InquiryAnswer, i31, st.lists(text), statuses),
+    st.builds(DecisionsInquiry, i31, st.lists(text)),
+    st.builds(DecisionsAnswer, i31, i31, st.lists(st.builds(Decision, i31, i31, st.floats(0, 1e10), i31, i31, text))),
     st.builds(Ready, i31, i31, i31, column(np.int32), column(np.int64), column(np.int32), st.dictionaries(i31, text)),
-    st.builds(Retire, i31, text),
+    st.builds(Retire, i31, text, st.booleans()),
+    st.builds(Ping, i31),
+    st.builds(Welcome, text, i31, i31),
+    st.builds(Refusal, text, text, st.booleans()),
     st.builds(WorkerGoodbye, i31, i31),
     statuses,
     st.builds(WorkerHello, text, i31, i31, i31, i31, i31, i31, i31, i31, text, text, text, tasks=st.lists(text)),

@@ -25,13 +25,16 @@ import interfaces
 from interfaces.base.log_probabilities import LogProbabilities
 from interfaces.base.request_id import RequestID
 from interfaces.base.status import BatchType, GenerationStatus, InputModality, SchedulerStatus
+from interfaces.context.codec_windows import CodecContext, CodecFacts
 from interfaces.context.grammar_state import GrammarEnforcementSnapshot, GrammarState
 from interfaces.context.images import ImageMetadata
 from interfaces.context.index_view import IndexState
 from interfaces.context.media import PixelContext, SpeechContext
+from interfaces.context.painting import PaintingContext
 from interfaces.context.pooling import PoolingContext, PoolingTask
 from interfaces.context.protocols import SpecDecodingState
 from interfaces.context.stopping import EOSTracker
+from interfaces.context.synthesis import SynthesisContext
 from interfaces.context.text import Progress, TextContext
 from interfaces.context.tokens import Range, TokenBuffer
 from interfaces.context.vision import TextAndVisionContext
@@ -207,6 +210,53 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
         ),
     ),
     (
+        SynthesisContext,
+        st.builds(
+            lambda texts, voice, speed: SynthesisContext.of(
+                texts, PoolingTask.SPEAK, seeds=np.arange(len(texts)), voice=voice, speed=speed
+            ),
+            st.lists(st.lists(i31, min_size=1, max_size=3), min_size=1, max_size=3),
+            i31,
+            st.floats(0.25, 4.0),
+        ),
+    ),
+    (CodecFacts, st.builds(CodecFacts, i31, i31, st.integers(-1, 99), st.integers(-1, 99))),
+    (
+        CodecContext,
+        st.builds(
+            lambda frames, left, right, place: CodecContext.of(
+                [range(2 * (left + right + extra)) for extra in frames],
+                PoolingTask.DECODE_SPEECH,
+                width=2,
+                left=left,
+                right=right,
+                first_frame=place,
+            ),
+            st.lists(st.integers(1, 3), min_size=1, max_size=3),
+            st.integers(0, 3),
+            st.integers(0, 3),
+            i31,
+        ),
+    ),
+    (
+        PaintingContext,
+        st.builds(
+            lambda images, steps, negative: PaintingContext.of(
+                [[1, 2]] * images,
+                PoolingTask.PAINT,
+                seeds=np.arange(images),
+                prompt="a train",
+                negative_prompt=negative,
+                height=64,
+                width=48,
+                steps=steps,
+            ),
+            st.integers(1, 3),
+            st.integers(1, 50),
+            st.none() | st.text(max_size=3),
+        ),
+    ),
+    (
         PooledValues,
         st.builds(
             lambda rows: PooledValues(np.ones((rows, 2), np.float32), np.ones(rows, np.int32)), st.integers(0, 9)
@@ -284,10 +334,12 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 ELSEWHERE = {
     # messages: test_codec.py
     *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
+    *("Decision", "DecisionsAnswer", "DecisionsInquiry"),
     *("Detach", "Inquiry", "InquiryAnswer", "Retire", "SchedulingOptions", "WorkerGoodbye"),
+    *("Ping", "Refusal", "Welcome"),
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionMedium", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
-    *("Batch", "BatchResult", "Ready", "Vectors"),
+    *("Batch", "BatchResult", "PixelJoin", "PixelPreview", "PixelResult", "PixelStep", "Ready", "Vectors"),
     *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
     *("GroupSpec", "TensorSpec", "WeightsAnswer", "WeightsCommand", "WeightsOrder", "WeightsReport", "WeightsStatus"),
     "WeightsVersion",

@@ -53,8 +53,13 @@ def test_on_a_gguf_file_as_on_its_decoded_weights(family: str, targets: Any, kin
     assert (got - plain).norm() > 1e-2 * want.norm()
 
 
+TEXT = r".*language_model.*\.(q_proj|v_proj|down_proj)|lm_head"
+BOTH = r".*(language_model.*\.(q_proj|v_proj)|visual\.(blocks|merger).*\.(qkv|proj|fc1|fc2|linear_fc1|linear_fc2))"
+
+
+@pytest.mark.parametrize("targets", [TEXT, BOTH, r".*visual.*\.(qkv|fc1|linear_fc1)"], ids=["text", "both", "tower"])
 @pytest.mark.parametrize("make", [qwen2_vl, qwen3_vl], ids=lambda make: make.__name__)
-def test_answers_about_images_are_pefts(make: Callable[[], Tiny], tmp_path: Path) -> None:
+def test_answers_about_images_are_pefts(make: Callable[[], Tiny], targets: str, tmp_path: Path) -> None:
     tiny = made(make)
     tiny.model.save_pretrained(tmp_path / "model")
     with torch.random.fork_rng():
@@ -62,7 +67,7 @@ def test_answers_about_images_are_pefts(make: Callable[[], Tiny], tmp_path: Path
         image = tiny.draw()
     case = [[3, 4, 5], [7, 8, 9]], [image]
     base = generated(tiny, *case)
-    adapted(tiny.model, tmp_path / "adapter", r".*language_model.*\.(q_proj|v_proj|down_proj)")
+    adapted(tiny.model, tmp_path / "adapter", targets)
     want = generated(tiny, *case)
     assert not torch.allclose(want[1], base[1], atol=1e-2)
     pipeline = TextPipeline.load(tmp_path / "model", dtype="float32", kv_memory=1 << 22)
@@ -70,6 +75,7 @@ def test_answers_about_images_are_pefts(make: Callable[[], Tiny], tmp_path: Path
         pipeline.load_adapter("a", tmp_path / "adapter")
         context = context_of(tiny, *case)
         context.adapter = "a"
+        # The same image for both: features belong to the content of what has changed them.
         got = answers(pipeline, [context, context_of(tiny, *case)])
         assert_equal(got[0], want)
         assert_equal(got[1], base)

@@ -225,7 +225,7 @@ def test_headers_that_would_be_longer_than_the_file_are_refused(length: int, tmp
     [
         ({"peft_type": "IA3"}, "peft_type"),
         ({"modules_to_save": "lm_head"}, "modules_to_save"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [-3]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
@@ -295,6 +295,17 @@ def test_patterns_match_as_pefts_and_in_linear_time() -> None:
             {**pair("lm_head", 4, 7), f"{PREFIX}lm_head.weight": torch.ones(7, 4)},
             {"modules_to_save": ["head"]},
             "whole",
+        ),
+        ({f"{PREFIX}embed.token_adapter.trainable_tokens_delta": torch.ones(2, 4)}, {}, "name 0 tokens"),
+        (
+            {f"{PREFIX}embed.token_adapter.trainable_tokens_delta": torch.ones(2, 4)},
+            {"trainable_token_indices": [1, 7]},
+            "the token 7 of embed, and the model has 7",
+        ),
+        (
+            {f"{PREFIX}embed.token_adapter.trainable_tokens_delta": torch.ones(2, 4)},
+            {"trainable_token_indices": {"embed": [1, 1]}},
+            "twice",
         ),
     ],
 )

@@ -37,6 +37,8 @@ CASES = [
     *((arch, "modules to save") for arch in ("qwen2", "gemma3_text", "gpt2")),
     ("qwen2", "DoRA embeddings"),
     ("mixtral", "experts"),
+    *((arch, "tokens") for arch in ("qwen2", "llama", "gemma3_text")),
+    ("llama", "tokens of both"),
 ]
 
 
@@ -49,6 +51,8 @@ def test_saved_adapters_compute_as_peft_does(arch: str, kind: str, tmp_path_fact
     backend = ModelRunner(loaded, 8, BLOCK).backend
     backend.load_adapter(7, str(tmp_path / "adapter"))
     tokens = np.random.default_rng().integers(3, VOCAB, 30)
+    # Some have vectors of their own.
+    tokens[3:6] = 5, 9, 17
     chunk = tokens
     for _ in range(NEW_TOKENS):
         with torch.no_grad():
@@ -79,6 +83,10 @@ def saved(arch: str, path: Path, kind: str, folder: Path) -> Any:
         targets = ["q_proj", "embed_tokens", "lm_head"]
     if kind == "experts":
         values["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    if kind == "tokens":
+        values["trainable_token_indices"] = [5, 9, 17, 30]
+    if kind == "tokens of both":
+        values["trainable_token_indices"] = {"embed_tokens": [5, 9, 17], "lm_head": [7, 9]}
     if kind == "DoRA embeddings":
         targets = ["q_proj", "embed_tokens"]
         values["use_dora"] = True
@@ -99,7 +107,7 @@ def saved(arch: str, path: Path, kind: str, folder: Path) -> Any:
             for name, parameter in model.named_parameters():
                 if "lora_" in name and "magnitude" not in name:
                     parameter.copy_(torch.randn_like(parameter) * 0.1)
-                elif "modules_to_save" in name:
+                elif "modules_to_save" in name or "trainable_tokens_delta" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 elif "magnitude" in name or (kind == "own bias" and name.endswith("_proj.base_layer.bias")):
                     parameter.mul_(1 + 0.3 * torch.randn_like(parameter))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from model_worker.cpu.gemm.coded_linear import CodedLinear
 from shared.gguf.code_blocks import codes_of, has_codes
 from shared.gguf.format import TYPES
-from shared.weight_codes import Codes, Grouped
+from shared.weight_codes import E4M3, Codes, Grouped
 
 # The types of blocks that are codes.
 BLOCK_TYPES = {kind.name: kind for kind in TYPES.values() if has_codes(kind)}
@@ -52,6 +52,23 @@ def _of_groups(
     return make
 
 
+def _of_fp8(group: int) -> Callable[[np.random.Generator, int, int], Codes]:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Codes:
+        codes = rng.integers(0, 256, (outputs, inputs), dtype=np.uint8)
+        # These two are no numbers.
+        codes[codes & 0x7F == 0x7F] = 0
+        scales = rng.random((outputs, inputs // group if group else 1)) / 128
+        return Codes(codes, 8, Grouped(scales.astype(np.float32)), 0, table=E4M3)
+
+    return make
+
+
+def _nf4(rng: np.random.Generator, outputs: int, inputs: int) -> Codes:
+    codes = rng.integers(0, 16, (outputs, inputs), dtype=np.uint8)
+    table = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
+    return Codes(codes, 4, Grouped(rng.random((outputs, inputs // 64)).astype(np.float32)), 0, table=table)
+
+
 # What makes the codes of a weight [outputs, inputs]. Inputs are multiples of 256.
 KINDS: dict[str, Callable[[np.random.Generator, int, int], Codes]] = {
     **{name: _of_blocks(name) for name in BLOCK_TYPES},
@@ -61,6 +78,9 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int], Codes]] = {
     "bfloat16 scales": _of_groups(4, 64, False, np.float32),
     "groups of 16": _of_groups(4, 16, True, np.float32),
     "whole rows": _of_groups(8, 0, False, np.float32),
+    "FP8": _of_fp8(0),
+    "FP8 of blocks": _of_fp8(128),
+    "NF4": _nf4,
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model_worker.cpu.gemm.coded_linear import UnsupportedCodes
 from model_worker.cpu.simd.fixed_point import ROUNDING
-from shared.weight_codes import Codes, Grouped
+from shared.weight_codes import E4M3, Codes, Grouped
 from tests.model_worker.cpu.coded_weights import KINDS, coded
 
 # Activations keep 16 bits of their row's greatest, weights all of theirs: about 3e-5, and more where sums cancel out.
@@ -102,6 +102,31 @@ def test_codes_that_panels_cannot_hold_are_refused_by_reason() -> None:
     assert "more than 6 bits" in refused(Codes(np.zeros((1, 256), np.uint8), 8, sixteenths, 8))
     steps = Grouped(np.ones((1, 1), np.float16), np.full((1, 8), 200, np.uint8))
     assert "127" in refused(Codes(np.zeros((1, 256), np.uint8), 4, steps, 8))
+
+
+def test_codes_that_are_floats_are_multiplied_exactly() -> None:
+    """The smallest FP8, too, which have no leading one."""
+    table = np.linspace(-1, 1, 16, dtype=np.float32)
+    for bits, values in ((8, E4M3), (4, table)):
+        numbers = np.flatnonzero(np.isfinite(values)).astype(np.uint8)
+        codes = np.zeros((len(numbers), 32), np.uint8)
+        codes[:, 5] = numbers
+        layer = coded(Codes(codes, bits, Grouped(np.ones((len(numbers), 1), np.float32)), 0, table=values))
+        x = torch.zeros(3, 32)
+        x[:, 5] = torch.tensor([1.0, 0.5, -2.0])
+        assert np.array_equal(layer(x).numpy(), x[:, 5:6].numpy() * values[numbers])
+
+
+def test_floats_that_panels_cannot_hold_are_refused_by_reason() -> None:
+    scales = Grouped(np.ones((1, 1), np.float32))
+    codes = np.zeros((1, 64), np.uint8)
+    finite = np.where(np.isnan(E4M3), 0, E4M3)
+    assert "neither that of FP8" in refused(Codes(codes, 8, scales, 0, table=finite))
+    assert "zeros, minimums" in refused(Codes(codes, 8, scales, 8, table=E4M3))
+    sixteenths = Grouped(np.ones((1, 4), np.float32))
+    assert "a table, or codes of more" in refused(Codes(codes, 4, sixteenths, 0, table=finite[:16]))
+    codes[0, 3] = 0xFF
+    assert "not finite" in refused(Codes(codes, 8, scales, 0, table=E4M3))
 
 
 def test_bfloat16_activations_are_taken_as_they_are() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,19 +12,24 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from interfaces import SamplingParams
+from interfaces.request.sampling import LogprobMode
 from model_worker.cpu.gemm.coded_linear import CodedEmbedding, WordLinear
 from model_worker.loading.prepare import prepare
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from tests.model_worker.cpu.coded_weights import KINDS, coded
 from tests.model_worker.cpu.test_fused_stack import batches, logits, relative, truth
+from tests.model_worker.drafters.oracle import Oracle
 from tests.model_worker.tiny_models import VOCAB
+from tests.system.in_process import InProcessServer, Shape
+from tests.system.test_drafts import Asked, check_equal, served
 
 # A stack of its own format is compiled first.
 pytestmark = pytest.mark.timeout(600)
 
 # Kinds in the order in which the model has linear layers, so that one layer of it has different ones. None: bfloat16.
-MIXED = ("Q4_K", "Q5_0", "Q6_K", "Q4_0", "Q8_0", "GPTQ 4 bits", None, "Q5_K", "IQ4_XS")
+MIXED = ("Q4_K", "Q5_0", "Q6_K", "Q4_0", "Q8_0", "GPTQ 4 bits", None, "Q5_K", "IQ4_XS", "FP8 of blocks", "NF4")
 
 
 def tiny() -> Any:
@@ -112,3 +119,23 @@ def test_an_embedding_may_be_the_head_in_codes() -> None:
     assert len([name for name, _ in model.named_modules() if "embed" in name]) == 1
     steps = batches(np.random.default_rng(), 16, 32)
     assert relative(logits(ModelRunner(loaded, 32, 16), steps), truth(reference, steps)) < 5e-4
+
+
+@pytest.mark.slow
+def test_no_guess_changes_an_answer_of_weights_in_codes() -> None:
+    """As in the stack's other formats: a row's bits do not depend on the tile that it falls into."""
+    loaded, _ = prepared(torch.bfloat16, "Q6_K")
+    assert loaded.row_invariant
+    rng = random.Random(3)
+    params = [SamplingParams(temperature=t, seed=7, logprobs=LogprobMode.TEMPERED, max_new_tokens=24) for t in (0, 0.8)]
+    asked: Asked = [([3 + i, *(rng.randrange(3, VOCAB) for _ in range(3 * i))], params[i % 2], {}) for i in range(7)]
+    shape = Shape(num_blocks=34, block_size=16, max_model_len=120, device_overlap="cpu")
+    plain = served(InProcessServer(loaded, shape), asked)
+    texts = [prompt + answer.tokens for (prompt, _, _), answer in zip(asked, plain, strict=True)]
+    for chance in (0.0, 0.6, 1.0):
+        oracle = Oracle(texts, chance, VOCAB, 3)
+        server = InProcessServer(loaded, replace(shape, most_guesses=5, drafters=[oracle]))
+        check_equal(plain, served(server, asked), asked, 3)
+        (engine,) = server.engines.values()
+        assert engine.counters.drafted > 0
+        assert (engine.counters.accepted > 0) == (chance > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
+from model_worker.cpu.encoder import shares
 from model_worker.cpu.encoder.attention import Nearness, attend, scratch_for
 from model_worker.cpu.encoder.layers import EncoderLayers
 from model_worker.cpu.encoder.pattern import require_form
@@ -73,11 +75,24 @@ def worst(got: Tensor, want: Tensor) -> float:
 
 
 @settings(max_examples=12, deadline=None)
-@given(SEEDS, LENGTHS, st.sampled_from([(48, 4), (64, 2), (128, 2), (256, 2), (130, 13)]), st.booleans())
+@given(
+    SEEDS,
+    LENGTHS,
+    st.sampled_from([(48, 4), (64, 2), (128, 2), (256, 2), (130, 13)]),
+    st.booleans(),
+    st.sampled_from([0.0, shares.SMALL_PASS]),
+    st.sampled_from([8, shares.SHARE_TOKENS]),
+)
 def test_texts_together_get_the_states_of_texts_alone(
-    seed: int, lengths: list[int], shape: tuple[int, int], tanh: bool
+    seed: int, lengths: list[int], shape: tuple[int, int], tanh: bool, small: float, share: int
 ) -> None:
-    """Also of so many tokens that cores take them in blocks, and of heads wider than a panel."""
+    """Also of so many tokens that cores take them in blocks, of heads wider than a panel, by one core, by all of them
+    together and in shares."""
+    with patch.object(shares, "SMALL_PASS", small), patch.object(shares, "SHARE_TOKENS", share):
+        check_together(seed, lengths, shape, tanh)
+
+
+def check_together(seed: int, lengths: list[int], shape: tuple[int, int], tanh: bool) -> None:
     model = bert(seed % 2**31, *shape, "gelu_new" if tanh else "gelu")
     texts = texts_of(seed, lengths)
     want = alone(model, texts)
@@ -104,7 +119,10 @@ def test_bfloat16_and_int8_weights_keep_the_states(lengths: list[int]) -> None:
         assert torch.cosine_similarity(got, want).min() > least
 
 
-def test_a_text_gets_the_same_bits_beside_others_as_alone() -> None:
+@pytest.mark.parametrize("small", [0.0, shares.SMALL_PASS])
+def test_a_text_gets_the_same_bits_beside_others_as_alone(small: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "SMALL_PASS", small)
+    monkeypatch.setattr(shares, "SHARE_TOKENS", 8)
     model = bert(3, 64, 2)
     pack_linears(model)
     layers = EncoderLayers(model)

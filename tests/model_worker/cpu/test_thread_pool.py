@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from numba import njit
 
-from model_worker.cpu.threads import ALL_THREADS, OVER, Job, ThreadPool, arrived_last, begin, phase_of, take, wait
+from model_worker.cpu.threads import (
+    ALL_THREADS,
+    OVER,
+    Job,
+    ThreadPool,
+    arrived_last,
+    begin,
+    phase_of,
+    take,
+    wait,
+)
 
 PHASES = 20
 PIECES = 30

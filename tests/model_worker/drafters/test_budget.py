@@ -20,6 +20,8 @@ class Machine:
         self.rates = HitRates()
         self.seconds = 0.0
         self.tokens = 0
+        # Passes with guesses.
+        self.guessed = 0
         self._base = base
         self._each = each
         self._most = most
@@ -35,6 +37,7 @@ class Machine:
             seconds = self._base + self._each * total
             self.seconds += seconds
             self.tokens += rows
+            self.guessed += bool(counts)
             self.times.computed(total, seconds)
             for row, count in counts.items():
                 hits = rng.random(count) < chance
@@ -65,6 +68,17 @@ def test_guesses_pay_or_are_not_made(rows: int, base: float, each: float, chance
     machine = Machine(base, each)
     machine.serve(rows, chance, 1500, np.random.default_rng(1))
     assert machine.gain(rows) > least
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.2, 0.3, 0.4])
+def test_single_right_guesses_of_text_that_does_not_repeat_bring_no_trial_forward(chance: float) -> None:
+    """A trial costs more than its tokens: the next step is not launched before this one's are read."""
+    machine = Machine(1.0, 0.4)
+    machine.serve(16, chance, 640, np.random.default_rng(1))
+    guessed = machine.guessed
+    machine.serve(16, chance, 640, np.random.default_rng(2))
+    assert machine.guessed - guessed <= 8
+    assert machine.gain(16) > 0.995
 
 
 def test_what_has_changed_is_learnt_anew() -> None:

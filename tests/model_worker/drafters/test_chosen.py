@@ -11,9 +11,9 @@ import pytest
 
 from deploy import embedded_model
 from model_worker.drafters.chosen import model_named, without_models
-from model_worker.loading.draft import check_length, load_draft, share_of
+from model_worker.loading.draft import DraftModelGuesser, load_guesser, share_of
 from model_worker.loading.load import load_model
-from tests.model_worker.tiny_models import tiny_model
+from tests.model_worker.tiny_models import own_tiny_model
 
 WEIGHTS = Path(embedded_model.__file__).parent / "weights"
 
@@ -28,7 +28,7 @@ def test_names_are_drafters_and_one_model() -> None:
 
 
 def test_a_model_with_other_tokens_or_fewer_positions_is_refused(tmp_path: Path) -> None:
-    path = tiny_model("llama", tmp_path / "model", vocab_size=4096)
+    path = own_tiny_model("llama", tmp_path / "model", vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(WEIGHTS / name, path / name)
     other = shutil.copytree(path, tmp_path / "other")
@@ -36,11 +36,11 @@ def test_a_model_with_other_tokens_or_fewer_positions_is_refused(tmp_path: Path)
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 4095, "content": "<|other|>"})
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     loaded = load_model(path, "float32", "cpu", lambda *_: None)
-    draft = load_draft(str(path), str(path), loaded, lambda *_: None)
-    assert draft.dtype == loaded.dtype
-    assert share_of(1000, loaded, draft) == 500
+    draft = load_guesser(str(path), str(path), loaded, lambda *_: None)
+    assert draft.layout == loaded.attention.layout
+    assert share_of(1000, loaded, draft, rows=4) == 500
     with pytest.raises(ValueError, match=r"draft: the model .* has other tokens than"):
-        load_draft(str(other), str(path), loaded, lambda *_: None)
-    check_length(replace(draft, max_position=None), 1 << 20)
+        load_guesser(str(other), str(path), loaded, lambda *_: None)
+    DraftModelGuesser(replace(loaded, max_position=None)).check_length(1 << 20)
     with pytest.raises(ValueError, match="max_model_len to 100"):
-        check_length(replace(draft, max_position=100), 101)
+        DraftModelGuesser(replace(loaded, max_position=100)).check_length(101)

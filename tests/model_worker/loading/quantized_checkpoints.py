@@ -118,9 +118,9 @@ def _int8(draw: torch.Generator, outputs: int, inputs: int) -> Written:
     return Written({"weight": numbers, "weight_scale": scales}, numbers * scales)
 
 
-def _fp8(kind: str) -> Callable[[torch.Generator, int, int], Written]:
+def _fp8(kind: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Callable[[torch.Generator, int, int], Written]:
     def write(draw: torch.Generator, outputs: int, inputs: int) -> Written:
-        numbers = (torch.randn(outputs, inputs, generator=draw) * 60).to(torch.float8_e4m3fn)
+        numbers = (torch.randn(outputs, inputs, generator=draw) * 60).to(dtype)
         if kind == "tensor":
             scales = _scales(draw, dtype=torch.float32) / 16
             tensors = {"weight_scale": scales, "input_scale": torch.tensor(0.01)}
@@ -228,6 +228,7 @@ FORMATS: dict[str, Format] = {
     "w8a8": Format(_int8, _compressed("int-quantized", num_bits=8)),
     "fp8 of compressed-tensors": Format(_fp8("channel"), _compressed("float-quantized", num_bits=8, type="float")),
     "fp8 of tensors": Format(_fp8("tensor"), _FP8),
+    "fp8 of five bits of exponent": Format(_fp8("tensor", torch.float8_e5m2), _FP8),
     "fp8 of blocks": Format(_fp8("block"), {**_FP8, "weight_block_size": [32, 32]}),
     "fp8 of ModelOpt": Format(_fp8("tensor"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "nvfp4 of ModelOpt": Format(_nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
 from model_worker.loading import checkpoint
@@ -151,6 +151,27 @@ def test_families_that_cannot_be_served_are_refused(family: str, tmp_path: Path)
     assert str(refusal.value).startswith(f"{architecture} cannot be served: ")
 
 
+# Models of attention and of layers with a recurrent state, by the names of their configs.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 24},
+    "kimi_linear": {},
+    "minimax": {},
+    "nemotron_h": {},
+    "olmo_hybrid": {},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_refused_by_what_is_missing_before_any_weight_is_read(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, **SMALL, **HYBRIDS[family])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=r"its layers of type .*, and a state for each sequence beside the KV cache"):
+        load(tmp_path)
+
+
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
     values = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 48}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -180,6 +201,7 @@ def test_latent_attention_is_served_with_unequal_heads(tmp_path: Path) -> None:
     ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope_type 'mrope', which transformers does not"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "Missing required keys .*'yarn'.*factor"),
     ({"dtype": "float64"}, "dtype float64, in which nothing is computed here: use --dtype float32"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000, and at most 4096 are served"),
     ({"num_hidden_layers": 5}, r"lacks 18 of its weights, such as model\.layers\.3"),
     ({"hidden_size": 96}, r"do not fit its config: lm_head.weight is \[193, 48\] and should be \[193, 96\]"),
     ({"model_type": "unheard_of"}, "unheard_of. but Transformers does not recognize"),
@@ -236,6 +258,35 @@ def test_hidden_state_is_found_by_the_self_check(
         load(tiny_model("llama", directory))
 
 
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0, "mscale": 0.7,
+     "mscale_all_dim": 1.0, "truncate": False},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 16},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+     "original_max_position_embeddings": 16},
+])  # fmt: skip
+def test_numbers_of_each_rope_are_those_of_transformers_beyond_the_original_length(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {**SMALL, "max_position_embeddings": 64, "rope_parameters": {"rope_theta": 1e4, **rope}}
+    save_random_model("llama", tmp_path, 0, config)
+    tokens = np.arange(3, 60)
+    count = np.array([len(tokens)])
+    batch = ForwardBatch.build(tokens, count, count, np.arange(8)[None], 8, np.arange(len(tokens)))
+    loaded = load(tmp_path)
+    got = ModelRunner(loaded, 8, 8).backend.logits(batch)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(got, model(torch.tensor(tokens[None])).logits[0], rtol=1e-4, atol=1e-4)
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path, rope_parameters=default)
+    far = plain(torch.tensor(tokens[None])).logits[0, -1]
+    assert rope["rope_type"] == "dynamic" or not torch.allclose(got[-1], far, rtol=1e-3, atol=1e-3)
+
+
 def test_longrope_rows_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
     """Frequencies are chosen once, by the longest sequence that will be served."""
     factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "original_max_position_embeddings": 16}
@@ -262,6 +313,23 @@ def test_longrope_rows_do_not_depend_on_their_neighbours(tmp_path: Path) -> None
         logits(short, [10])[0], model(torch.tensor(tokens[None, :10])).logits[0, -1], rtol=1e-4, atol=1e-4
     )
     assert not torch.allclose(logits(long, [10]), logits(short, [10]), rtol=1e-2)
+
+
+def test_frequencies_that_never_change_are_not_asked_for(tmp_path: Path) -> None:
+    """Transformers would compare the largest position in each pass, which waits for a GPU."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": rope}
+    save_random_model("llama", tmp_path, 0, config)
+    loaded = load(tmp_path)
+    kinds = [module.rope_type for module in loaded.model.modules() if hasattr(module, "rope_type")]
+    assert kinds == ["default"]
+    tokens = np.random.default_rng().integers(3, 193, 60)
+    length = np.array([60])
+    batch = ForwardBatch.build(tokens, length, length, np.arange(8)[None], 8, np.array([59]))
+    got = ModelRunner(loaded, 8, 8, attention="reference").backend.logits(batch)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.model.rotary_emb.rope_type == "dynamic"
+    torch.testing.assert_close(got[0], model(torch.tensor(tokens[None])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_those_of_the_checkpoint(directory: Path, tmp_path: Path) -> None:

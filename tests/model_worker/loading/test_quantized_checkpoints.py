@@ -19,6 +19,7 @@ from model_worker.cpu.gemm.coded_linear import CodedLinear, WordLinear
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.cpu.simd.code_groups import HAS_BYTE_TABLES
 from model_worker.loading.load import load_model
 from model_worker.loading.quantized.awq import AwqWeight
 from model_worker.loading.quantized.read import read_weights
@@ -94,7 +95,13 @@ KEPT = {
     "bitsandbytes int8": 8,
     "nvfp4": 6,
     "nvfp4 of ModelOpt": 6,
-    "mxfp4 of compressed-tensors": 5,
+    "mxfp4 of compressed-tensors": 4 if HAS_BYTE_TABLES else 5,
+    "fp8 of compressed-tensors": 8,
+    "fp8 of tensors": 8,
+    "fp8 of blocks": 8,
+    "fp8 of ModelOpt": 8,
+    "nf4": 4,
+    "nf4, nested": 4,
 }
 
 
@@ -150,8 +157,8 @@ def test_layers_in_different_orders_run_as_modules(
     assert float((got - want).norm() / want.norm()) < 0.1
 
 
-def test_groups_that_panels_cannot_hold_are_decoded(llama: Path, tmp_path: Path) -> None:
-    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["nf4"])
+def test_codes_that_panels_cannot_hold_are_decoded(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["fp8 of five bits of exponent"])
     loaded = load(path, "bfloat16")
     assert loaded.kernel_family == kernel_cache.DECODER
     assert isinstance(loaded.model.model.layers[0].mlp.down_proj, PackedLinear)
@@ -200,7 +207,7 @@ def test_without_kernels_weights_are_plain(llama: Path, tmp_path: Path, caplog: 
 
 
 def test_parameters_are_counted_as_those_of_the_plain_model(llama: Path, tmp_path: Path) -> None:
-    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["nf4"])
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["fp8 of five bits of exponent"])
     loaded = load(path, "bfloat16")
     plain = load(llama, "bfloat16")
     assert loaded.parameter_count == plain.parameter_count
@@ -220,6 +227,25 @@ def test_experts_of_gpt_oss(tmp_path: Path, tmp_path_factory: pytest.TempPathFac
     plain = tiny_model("gpt_oss", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=64)
     path = quantize_experts(plain, tmp_path / "q")
     torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = tiny_model("gpt_oss", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=64)
+    path = quantize_experts(plain, tmp_path / "q")
+    loaded = load(path, "bfloat16")
+    reference = exact(path)
+    for name in ("gate_up_proj", "down_proj"):
+        kept = getattr(loaded.model.model.layers[0].mlp.experts, name)
+        meant = getattr(reference.model.layers[0].mlp.experts, name)
+        for number, (linear,) in enumerate(kept.experts):
+            assert isinstance(linear, CodedLinear)
+            assert linear.layout.bits == (4 if HAS_BYTE_TABLES else 5)
+            assert torch.equal(linear.rows(torch.arange(linear.out_features)), meant[number].T)
+    got = ModelRunner(loaded, 4, 16).backend.logits(whole_batch()).float()
+    want = logits(reference)[0]
+    # Its attention, too, computes in bfloat16 as modules do.
+    assert float((got - want).norm() / want.norm()) < 0.1
 
 
 def test_zeros_for_biases_that_the_model_lacks_are_left_out(llama: Path, tmp_path: Path) -> None:
@@ -316,6 +342,14 @@ def test_groups_beyond_the_scales_are_refused(llama: Path, tmp_path: Path) -> No
     tensors["model.layers.0.mlp.up_proj.g_idx"][5] = 9
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert "up_proj.g_idx names group 9" in refusal(path)
+
+
+def test_inputs_in_an_order_that_no_tensor_says_are_refused(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["gptq in one order"])
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.g_idx"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert "up_proj.qweight has no g_idx beside it, and config.json has desc_act" in refusal(path)
 
 
 def test_a_config_that_says_nothing_of_the_scheme_changes_nothing(llama: Path, tmp_path: Path) -> None:

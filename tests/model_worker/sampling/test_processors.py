@@ -158,7 +158,40 @@ class AddsOne:
         inputs.logits += 1.0
 
 
-FORMS = ("ForRequest", "ForBatch", "LikeSGLang", "Avoiding", "Replacing", "AddsOne")
+class LikeVLLM:
+    """vLLM's form: the next token is `base` and the tokens before it, as the lists that it keeps by slot have them."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        assert vllm_config.scheduler_config.max_num_seqs > 0
+        self.requests: dict[int, tuple[int, list[int], list[int]]] = {}
+
+    @classmethod
+    def validate_params(cls, params: Any) -> None:
+        if params.extra_args.get("base", 0) < 0:
+            raise ValueError("base must be at least 0")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        # In the order of vLLM's own: a slot that is taken again at once is not among the removed.
+        for slot, params, prompt, output in batch_update.added:
+            self.requests[slot] = params.extra_args["base"], prompt, output
+        for slot in batch_update.removed:
+            del self.requests[slot]
+        assert not batch_update.moved
+        assert max(self.requests, default=-1) < batch_update.batch_size
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for slot, (base, prompt, output) in self.requests.items():
+            logits[slot].fill_(-torch.inf)
+            logits[slot, base + len(prompt) + len(output)] = 0.0
+        return logits
+
+
+FORMS = ("ForRequest", "ForBatch", "LikeSGLang", "Avoiding", "Replacing", "AddsOne", "LikeVLLM")
 LOGITS_PROCESSORS = {"of-module": ForRequest, "other": ForBatch}
 
 
@@ -183,6 +216,19 @@ def test_the_forms_of_the_interface_documents(tmp_path: Path) -> None:
     assert tokens[1] == [30, 31, 32, 33, 34, 35]
     assert tokens[3] == [40, 41, 42, 43, 44, 45]
     assert tokens[4] == [3] * 6
+
+
+def test_vllms_form_hears_of_requests_that_come_and_go(tmp_path: Path) -> None:
+    """Also of those that are preempted, and where tokens are guessed."""
+    wishes: list[dict[str, dict[str, Any]]] = [{"LikeVLLM": {"base": 20 + i}} if i % 3 else {} for i in range(9)]
+    shapes: list[dict[str, Any]] = [{"num_blocks": 200}, {"num_blocks": 14}, {"num_blocks": 200, "most_guesses": 3}]
+    for shape in shapes:
+        server = serve(tmp_path, [*wishes, {"LikeVLLM": {"base": -1}}], shape, max_new_tokens=20)
+        for i, wish in enumerate(wishes):
+            if wish:
+                assert server.answers[i].tokens == [20 + i + 3 + n for n in range(20)]
+        assert "'LikeVLLM' refuses its parameters: base must be at least 0" in server.answers[9].error
+        assert (server.scheduler.counters["preemptions"] > 0) == (shape["num_blocks"] == 14)
 
 
 def test_several_of_one_request_run_in_the_operators_order(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def context_of(tiny: Tiny, texts: list[list[int]], images: list[dict[str, Tensor
     )
 
 
-def generated(tiny: Tiny, texts: list[list[int]], images: list[dict[str, Tensor]]) -> tuple[list[int], Tensor]:
+def generated(
+    tiny: Tiny, texts: list[list[int]], images: list[dict[str, Tensor]], count: int = TOKENS
+) -> tuple[list[int], Tensor]:
     """Tokens, and the log-probability of each, as transformers computes them."""
     tokens, _ = tiny.prompt(texts)
     tiny.model.set_attn_implementation("eager")
@@ -38,7 +40,7 @@ def generated(tiny: Tiny, texts: list[list[int]], images: list[dict[str, Tensor]
     model: Any = tiny.model
     output = model.generate(
         **tiny.inputs(tokens, images),
-        max_new_tokens=TOKENS,
+        max_new_tokens=count,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,

@@ -54,6 +54,16 @@ def pixtral_llava() -> Tiny:
     return Tiny(transformers.LlavaForConditionalGeneration(config), draw, 24)
 
 
+def vipllava() -> Tiny:
+    config = transformers.VipLlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
+        vision_feature_layer=[-2, -1],
+        **IDS,
+    )
+    return Tiny(transformers.VipLlavaForConditionalGeneration(config), pixels(1, 3, 16, 16), 16)
+
+
 def llava_next() -> Tiny:
     config = transformers.LlavaNextConfig(
         text_config=TEXT | {"model_type": "llama"},
@@ -265,9 +275,9 @@ def gemma3() -> Tiny:
     return Tiny(model, pixels(1, 3, 32, 32), 16, (BEGIN,), (END,))
 
 
-def gemma4() -> Tiny:
+def _gemma4(**text: object) -> Tiny:
     layers = ["sliding_attention", "full_attention"]
-    text = {
+    common = {
         "head_dim": 16,
         "global_head_dim": 16,
         "sliding_window": 8,
@@ -284,7 +294,7 @@ def gemma4() -> Tiny:
         "default_output_length": 4,
     }
     config = transformers.Gemma4Config(
-        text_config=TEXT | text,
+        text_config=TEXT | common | text,
         vision_config=TOWER | tower,
         audio_config=None,
         boi_token_id=BEGIN,
@@ -302,6 +312,30 @@ def gemma4() -> Tiny:
         (BEGIN,),
         (END,),
     )
+
+
+def gemma4() -> Tiny:
+    return _gemma4()
+
+
+# Of the larger ones: tokens of an image see each other where layers have a window.
+_GEMMA4_LARGE: dict[str, Any] = {
+    "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 32,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def gemma4_large() -> Tiny:
+    return _gemma4(**_GEMMA4_LARGE)
+
+
+def gemma4_moe() -> Tiny:
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    return _gemma4(**_GEMMA4_LARGE, **experts)
 
 
 def paligemma() -> Tiny:
@@ -322,6 +356,8 @@ ALL = [
     cohere2_vision,
     gemma3,
     gemma4,
+    gemma4_large,
+    gemma4_moe,
     glm46v,
     glm4v,
     glm4v_moe,
@@ -340,6 +376,7 @@ ALL = [
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
+    vipllava,
 ]
 # Those whose text model the fused stack runs.
 FUSED = [
@@ -356,4 +393,5 @@ FUSED = [
     qwen2_vl,
     qwen3_vl,
     smolvlm,
+    vipllava,
 ]

@@ -42,9 +42,8 @@ def loader(has_kernels: bool) -> Load:
 class TinyWorker:
     """The weights of one worker, without rows."""
 
-    def __init__(self, folder: Path, has_kernels: bool = False) -> None:
-        self.own = tiny_model("llama", folder)
-        load = loader(has_kernels)
+    def __init__(self, own: Path, load: Load) -> None:
+        self.own = own
         runner = ModelRunner(load(str(self.own), []), 8)
         version = WeightsVersion(0, "default")
         self.served = ServedModel(runner, version, str(self.own), load, lambda _: None, lambda _: None, None)
@@ -58,6 +57,12 @@ class TinyWorker:
         assert report is not None
         return report
 
+    def change(self, number: int, source: str) -> None:
+        """Serve other weights."""
+        version = WeightsVersion(number, str(number), source)
+        for task in (WeightsTask.PREPARE, WeightsTask.USE):
+            assert self.ask(task, version=version).error == ""
+
     def logits(self) -> torch.Tensor:
         runner = self.served.runner
         return runner.backend.logits(runner._first_tokens(20))
@@ -65,7 +70,7 @@ class TinyWorker:
 
 @pytest.fixture
 def worker(tmp_path_factory: pytest.TempPathFactory) -> TinyWorker:
-    return TinyWorker(tmp_path_factory.getbasetemp())
+    return TinyWorker(tiny_model("llama", tmp_path_factory.getbasetemp()), loader(has_kernels=False))
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def test_released_weights_come_back_and_others_come_in_their_place(
     """Also where the stack launches ahead, as with several threads."""
     monkeypatch.setattr(stack, "WORTH_OVERLAPPING", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    worker = TinyWorker(tmp_path_factory.getbasetemp(), has_kernels=True)
+    worker = TinyWorker(tiny_model("llama", tmp_path_factory.getbasetemp()), loader(has_kernels=True))
     assert worker.served.runner.backend.overlaps == (threads == 2)
     expected = worker.logits()
     for _ in range(2):
@@ -93,6 +98,24 @@ def test_released_weights_come_back_and_others_come_in_their_place(
     assert worker.ask(WeightsTask.PREPARE, version=version).error == ""
     assert worker.ask(WeightsTask.USE, version=version).error == ""
     fresh = ModelRunner(loader(True)(str(other), []), 8)
+    assert torch.equal(worker.logits(), fresh.backend.logits(fresh._first_tokens(20)))
+
+
+def test_released_weights_whose_files_have_changed_are_served_only_as_another_version(
+    worker: TinyWorker, other: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(worker.own, folder)
+    for number in (1, 2):
+        version = WeightsVersion(number, str(number), str(folder))
+        assert worker.ask(WeightsTask.PREPARE, version=version).error == ""
+        assert worker.ask(WeightsTask.USE, version=version).error == ""
+        if number == 1:
+            worker.ask(WeightsTask.RELEASE, tags=[WEIGHTS])
+            shutil.copy(other / "model.safetensors", folder)
+            error = worker.ask(WeightsTask.RESUME, tags=[WEIGHTS]).error
+            assert "have changed since they were read: POST /update_weights_from_disk" in error
+    fresh = ModelRunner(loader(False)(str(other), []), 8)
     assert torch.equal(worker.logits(), fresh.backend.logits(fresh._first_tokens(20)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from api_server.body import item_limits
 from api_server.body.unknown_fields import ALWAYS, Refusals, report, unless
-from api_server.chat import documents, images, videos
+from api_server.chat import documents, images, sounds, videos
 from api_server.chat.documents import Document
 from api_server.chat.messages import chat_messages, last_answer
 from api_server.dialects.openai.responses.items import content, turns_of
@@ -68,6 +68,7 @@ async def load_parts(server: ServerState, given: ResponsesBody) -> None:
         await documents.load(server.url_fetcher, given.input, "input", _input_file)
         await images.load(server, given.input, "input", images.openai_part)
         await videos.load(server, given.input, "input")
+        await sounds.load(server, given.input, "input")
 
 
 def _input_file(part: Mapping[str, Any], path: str) -> Document | None:

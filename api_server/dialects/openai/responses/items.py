@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from api_server.body.unknown_fields import report
-from api_server.chat.media_parts import LoadedImage, LoadedVideo
+from api_server.chat.media_parts import LOADED
 from api_server.chat.messages import text_content
 from api_server.dialects.openai.responses.tools import Tool, input_of
 from api_server.errors import invalid
@@ -57,7 +57,7 @@ def content(given: Any, path: str, unseen: bool = False) -> Any:
     found = text_content(given, path, PARTS, unseen)
     if isinstance(found, str):
         return found
-    return [part if isinstance(part, LoadedImage | LoadedVideo) else part.model_dump() for part in found]
+    return [part if isinstance(part, LOADED) else part.model_dump() for part in found]
 
 
 def _call(call_id: Any, name: str, arguments: Any) -> Turns:

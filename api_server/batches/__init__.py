@@ -1,0 +1,1 @@
+"""Files and batches: many requests in one file, which are run when nothing else is."""

@@ -1,0 +1,1 @@
+"""Speech out: sentences of a text, their sound from the model, and files of sound."""

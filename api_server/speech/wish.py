@@ -1,0 +1,17 @@
+"""What a client wants to hear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """Fields are named as in OpenAI's body."""
+
+    input: str
+    voice: str | None = None
+    instructions: str = ""
+    speed: float = 1.0
+    # Of the noise; None for a random one.
+    seed: int | None = None

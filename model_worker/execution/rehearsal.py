@@ -1,0 +1,89 @@
+"""The largest steps that a worker may be given, on a cache of one block, to learn what memory they take.
+
+Knows shapes only: all sequences lie in the one block, so what is computed means nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces import SamplingParams
+from model_worker.batch import ForwardBatch
+from model_worker.cuda.memory import GIB, DeviceMemory, MemoryPlan, plan_memory
+from model_worker.model import LoadedModel
+from model_worker.runner import ModelRunner
+from model_worker.sampling.sampler import SamplerRows
+
+# Longest sequence that is rehearsed for a model that sets no limit.
+_LONGEST = 1 << 15
+# Beside the cache of encoded images: what encoding one takes.
+_ENCODER_ROOM = GIB
+
+
+def gpu_kv_memory(
+    loaded: LoadedModel, memory: DeviceMemory, workers: int, max_tokens: int, max_rows: int, max_model_len: int | None
+) -> MemoryPlan:
+    """Plan the memory of a GPU that `workers` share, once the weights are there.
+
+    ValueError, with the numbers, where not one block is left for K and V.
+    """
+    longest = max_model_len or loaded.max_position or _LONGEST
+    steps = Rehearsal(loaded, max_tokens, max_rows, longest)
+    # Once for what libraries keep from their first call on.
+    steps.decode()
+    plan = plan_memory(memory, workers, steps.prompts, steps.decode)
+    if loaded.encoder is not None:
+        plan = replace(plan, step=plan.step + loaded.encoder.cache_bytes + _ENCODER_ROOM)
+    if plan.kv_cache < loaded.attention.layout.bytes_per_block(loaded.block_size):
+        raise ValueError(
+            f"no memory is left for the KV cache on {plan}; lower max_batch_tokens or max_running, serve fewer models "
+            "there, or use a GPU with more memory"
+        )
+    return plan
+
+
+class Rehearsal:
+    """Steps of up to `max_tokens` tokens and `max_rows` rows of sequences up to `max_model_len`."""
+
+    def __init__(self, loaded: LoadedModel, max_tokens: int, max_rows: int, max_model_len: int) -> None:
+        self._runner = ModelRunner(loaded, 1, loaded.block_size)
+        self._loaded = loaded
+        self._tokens = max(max_tokens, max_rows)
+        self._rows = max_rows
+        self._longest = max_model_len
+
+    def prompts(self) -> None:
+        """Run a step of as many tokens as may be, and draw in the most expensive way for as many rows."""
+        lengths = []
+        left = self._tokens
+        while left:
+            lengths.append(min(left, self._longest))
+            left -= lengths[-1]
+        wanted = np.arange(self._rows)
+        self._draw(self._runner.backend.logits(self._batch(np.array(lengths), wanted)))
+
+    def decode(self) -> None:
+        """Run a decode step of all rows."""
+        rows = np.arange(self._rows)
+        batch = self._batch(np.ones(self._rows, np.int64), rows)
+        # Temporaries of attention follow the bound of lengths, and need no such lengths.
+        self._runner.backend.logits(replace(batch, max_kv=self._longest))
+
+    def _batch(self, lengths: NDArray[np.int64], wanted: NDArray[np.int64]) -> ForwardBatch:
+        size = self._loaded.block_size
+        tables = np.zeros((len(lengths), -(-int(lengths.max()) // size)), np.int32)
+        tokens = np.zeros(int(lengths.sum()), np.int64)
+        return ForwardBatch.build(tokens, lengths, lengths, tables, size, wanted, self._loaded.device)
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        sampler = SamplerRows(self._rows, self._loaded.vocab_size, self._loaded.device)
+        rows = np.arange(self._rows, dtype=np.int32)
+        none = np.empty(0, np.int32)
+        for row in rows.tolist():
+            sampler.join(row, SamplingParams(temperature=0.7, top_p=0.9, seed=row), [], none, none)
+        with torch.inference_mode():
+            sampler.sample_ahead(logits, rows, np.zeros(self._rows, np.int64))

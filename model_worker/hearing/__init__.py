@@ -1,0 +1,1 @@
+"""Speech recognition: the encoder of clips, and the rules of a transcript."""

@@ -1,0 +1,1 @@
+"""Images from descriptions: pipelines of diffusers, advanced by one denoising step at a time for many images."""

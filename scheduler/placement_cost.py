@@ -1,0 +1,68 @@
+"""The policy of placement: which worker computes a request soonest, by the scheduler's own index and queue.
+
+The cost of a worker is the number of tokens that it would have to compute for the request, plus its backlog. The index
+is exact: it is the block table that the scheduler keeps for each worker, with the blocks that are being computed now.
+A prefix that many requests share therefore stays on one worker until the backlog there costs more than to compute the
+prefix anew elsewhere; from then on two workers have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from scheduler.sequence import Sequence
+from scheduler.workers import Worker
+
+# A running sequence counts as this many tokens in a backlog: it takes a part of each step until it ends.
+TOKENS_OF_A_ROW = 32
+# A worker may run this many sequences more than another one, or half as many again, whichever is more.
+ROWS_APART = 8
+
+
+class Choice(NamedTuple):
+    """A worker that may run a sequence.
+
+    It has or is computing `match` of its tokens, would have to compute `new_tokens`, and has a backlog, in tokens.
+    """
+
+    worker: Worker
+    match: int
+    new_tokens: int
+    backlog: int
+
+    @property
+    def cost(self) -> int:
+        return self.new_tokens + self.backlog
+
+
+# Returns the workers to try for a sequence, best first. The number is the most tokens in a step.
+Policy = Callable[[Items[Worker], Sequence, int], list[Choice]]
+
+
+def least_cost(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> list[Choice]:
+    """The workers to try, least cost first; among equals, the one with the fewest sequences, then the lowest index.
+
+    A worker that runs many more sequences than another comes last, unless its match saves more than a full step.
+    """
+    choices = [choice_of(worker, sequence) for worker in workers]
+    if len(choices) < 2:
+        return choices
+    fewest = min(choice.worker.rows.running for choice in choices)
+    most = fewest + max(ROWS_APART, fewest // 2)
+    best = max(choice.match for choice in choices if choice.worker.rows.running <= most)
+
+    def rank(choice: Choice) -> tuple[bool, int, int, int]:
+        running = choice.worker.rows.running
+        crowded = running > most and choice.match - best <= step_tokens
+        return crowded, choice.cost, running, choice.worker.hello.index
+
+    return sorted(choices, key=rank)
+
+
+def choice_of(worker: Worker, sequence: Sequence) -> Choice:
+    """What it costs to run a sequence on a worker."""
+    match = worker.match_tokens(sequence)
+    backlog = worker.rows.tokens_to_compute() + TOKENS_OF_A_ROW * worker.rows.running
+    return Choice(worker, match, len(sequence.tokens) - match, backlog)

@@ -1,0 +1,105 @@
+"""`python -m tests.model_worker.cuda.compile_ahead [--few] TARGET...`: compiles the kernels for absent GPUs.
+
+Prints a line of JSON for each: its target, its kernel, and the shared memory that a program takes. A target is sm_80 or
+the like, or gfx942 or the like. With `--few` only what is served most.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from model_worker.attention.triton import PIECE, _shape
+from model_worker.cuda import draw_kernels, gate_kernel, kv_write_kernel, norm_kernel, paged_attention
+
+POINTERS = {
+    "block_tables": "*i32",
+    "query_start": "*i32",
+    "kv_len": "*i32",
+    "maximum": "*fp32",
+    "total": "*fp32",
+    "part": "*fp32",
+    "sinks": "*fp32",
+    "scaled": "*fp32",
+    "edges": "*fp32",
+    "scratch": "*fp32",
+    "ties": "*i32",
+    "top_k": "*i32",
+    "top_p": "*fp64",
+    "log_min_p": "*fp32",
+    "scores": "*fp64",
+    "tokens": "*i64",
+    "keys": "*i64",
+    "slots": "*i64",
+    "epsilon": "fp32",
+    "scale": "fp32",
+    "softcap": "fp32",
+}
+
+
+# Tensors of the model's dtype.
+OF_THE_MODEL = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "weight", "gate", "up")
+FEW = ("decode 4x128/128 bf16", "prompt 4x128/128 bf16", "edge", "pick")
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
+    """Yield names, kernels, constants, and the type of q, K and V."""
+    for group, k_dim, v_dim, dtype in ((4, 128, 128, "bf16"), (16, 576, 512, "bf16"), (8, 256, 256, "fp32")):
+        shape = _shape(group, k_dim, v_dim, 4 if dtype == "fp32" else 2)
+        rich = dtype == "bf16" and k_dim == 128
+        constants = {
+            **shape.constants,
+            "HEADS": shape.heads,
+            "GROUP": group,
+            "TILE": shape.tile,
+            "PAGE": 16,
+            "WINDOW": 512 if rich else 0,
+            "SOFTCAP": rich,
+            "SINKS": rich,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        }
+        name = f"{group}x{k_dim}/{v_dim} {dtype}"
+        one = {"ROWS": max(16, triton.next_power_of_2(shape.heads)), "PIECE": PIECE, "SPLIT": True}
+        yield f"decode {name}", paged_attention.decode_kernel, {**constants, **one}, dtype
+        yield f"prompt {name}", paged_attention.prompt_kernel, {**constants, "ROWS": shape.prompt_rows}, dtype
+    merged = {"PIECE": PIECE, "V_DIM": 128, "V_WIDE": 128, "WINDOW": 512}
+    yield "merge", paged_attention.merge_kernel, merged, "bf16"
+    sizes = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "K_WIDE": 128, "V_WIDE": 128}
+    yield "write", kv_write_kernel.write_kernel, sizes, "bf16"
+    yield "edge", draw_kernels.edge_kernel, {"BLOCK": 1024, "ROOM": 4096}, "fp32"
+    yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
+    yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
+    yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
+
+
+def main(arguments: list[str]) -> None:
+    few = "--few" in arguments
+    for name in arguments:
+        if name == "--few":
+            continue
+        amd = name.startswith("gfx")
+        target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+        for kind, kernel, constants, dtype in kernels():
+            if few and kind not in FEW:
+                continue
+            types = {
+                **POINTERS,
+                **dict.fromkeys(OF_THE_MODEL, f"*{dtype}"),
+            }
+            signature = {
+                argument: "constexpr" if argument in constants else types.get(argument, "i32")
+                for argument in kernel.arg_names
+            }
+            source = ASTSource(kernel, signature, constexprs=constants)
+            made = triton.compile(source, target=target)
+            print(json.dumps({"target": name, "kernel": kind, "shared": made.metadata.shared}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

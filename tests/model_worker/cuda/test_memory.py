@@ -1,0 +1,97 @@
+"""What is left for K and V of a GPU's memory, with a stand-in for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_worker.cuda.memory import GIB, SHARE, explain_no_memory, plan_memory
+from model_worker.execution.rehearsal import Rehearsal, gpu_kv_memory
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
+from tests.model_worker.tiny_models import tiny_model
+
+
+class StandIn:
+    """A GPU with weights on it, on which work takes as much memory as the work has said."""
+
+    def __init__(self, total: int, weights: int, others: int = 0) -> None:
+        self.total = total
+        self.allocated = self.reserved = weights
+        self.free = total - weights - others
+        self.peak = 0
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        self.peak = 0
+        work()
+        return self.peak
+
+    def taking(self, size: int) -> Callable[[], None]:
+        def work() -> None:
+            self.peak = max(self.peak, size)
+
+        return work
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path: Path = tiny_model("llama", tmp_path_factory.mktemp("memory"))
+    return load_model(path, "float32", "cpu", lambda *_: None)
+
+
+def test_weights_and_steps_come_first() -> None:
+    gpu = StandIn(24 * GIB, 15 * GIB)
+    plan = plan_memory(gpu, 1, gpu.taking(2 * GIB), gpu.taking(GIB))
+    assert plan.kv_cache == int(24 * GIB * SHARE) - 18 * GIB
+    assert "weights 15.0 GiB, the largest step 2.0 GiB, recorded steps 1.0 GiB, K/V 3.6 GiB" in str(plan)
+
+
+def test_workers_on_one_gpu_share_it() -> None:
+    gpu = StandIn(80 * GIB, 10 * GIB)
+    plans = [plan_memory(gpu, workers, gpu.taking(GIB), gpu.taking(0)) for workers in (1, 2, 4)]
+    assert [plan.budget for plan in plans] == [int(80 * GIB * SHARE) // workers for workers in (1, 2, 4)]
+    assert sum(4 * (plan.weights + plan.step + plan.kv_cache) for plan in plans[2:]) <= 80 * GIB * SHARE
+
+
+def test_what_other_processes_hold_is_not_given_away() -> None:
+    gpu = StandIn(80 * GIB, 10 * GIB, others=60 * GIB)
+    plan = plan_memory(gpu, 1, gpu.taking(GIB), gpu.taking(0))
+    assert plan.kv_cache < 9 * GIB
+
+
+def test_the_largest_steps_are_run(loaded: LoadedModel) -> None:
+    batches = []
+    steps = Rehearsal(loaded, max_tokens=50, max_rows=6, max_model_len=40)
+    backend = steps._runner.backend
+    forward = backend.logits
+
+    def logits(batch: object) -> torch.Tensor:
+        batches.append(batch)
+        return forward(batch)  # type: ignore[arg-type]
+
+    backend.logits = logits  # type: ignore[method-assign]
+    steps.prompts()
+    steps.decode()
+    prompts, decode = batches
+    assert prompts.kv_len.tolist() == [40, 10]  # type: ignore[attr-defined]
+    assert len(prompts.logit_positions) == 6  # type: ignore[attr-defined]
+    assert (decode.num_sequences, decode.max_query, decode.max_kv) == (6, 1, 40)  # type: ignore[attr-defined]
+
+
+def test_a_gpu_without_room_is_refused_with_numbers(loaded: LoadedModel) -> None:
+    plan = gpu_kv_memory(loaded, StandIn(GIB, 1000), 1, 50, 6, None)
+    assert plan.kv_cache == int(GIB * SHARE) - 1000
+    with pytest.raises(ValueError, match=r"no memory is left for the KV cache on a GPU of 1\.0 GiB, of which 0\.9 GiB"):
+        gpu_kv_memory(loaded, StandIn(GIB, GIB), 1, 50, 6, None)
+
+
+def test_a_worker_that_cannot_start_says_who_holds_the_memory() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+    text, may_pass = explain_no_memory(StandIn(24 * GIB, 22 * GIB, GIB), error)
+    assert "of 24.0 GiB it holds 22.0 GiB, and other processes and the driver 1.0 GiB" in text
+    assert text.endswith("(CUDA out of memory. Tried to allocate 2 GiB.)")
+    assert not may_pass
+    assert explain_no_memory(StandIn(24 * GIB, GIB, 20 * GIB), error)[1]

@@ -1,0 +1,33 @@
+"""A rank that is lost while its group starts says why it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from model_worker.tensor_parallel.exchange import GroupLost
+from model_worker.tensor_parallel.links import Leader, Place
+from shared.endpoints import RunDirectory
+from shared.settings import Settings
+from tests.model_worker.tiny_models import tiny_model
+
+SECONDS = 120.0
+
+
+def test_a_rank_that_is_refused_says_why(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = tiny_model("llama", tmp_path_factory.mktemp("model"))
+    settings = Settings(model=str(model), tensor_parallel=2, dtype="float32")
+    RunDirectory(tmp_path).settings_file.write_text(json.dumps(asdict(settings)))
+    command = [sys.executable, "-m", "model_worker", "--run-dir", str(tmp_path), "--rank", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as rank:
+        with pytest.raises(GroupLost, match="rank 1 has dtype 'float32', and rank 0 has 'bfloat16'"):
+            Leader(Place(tmp_path / "group-0.sock", 0, 2, 0, {"dtype": "bfloat16"}), 1 << 10, SECONDS)
+        said, _ = rank.communicate(timeout=SECONDS)
+    assert rank.returncode == 1, said
+    assert "this worker ends: " in said
+    assert "Traceback" not in said

@@ -1,0 +1,190 @@
+"""Live and Requests of the page at /ui/, and what holds for all views: keys, names for readers of the screen."""
+
+from __future__ import annotations
+
+import io
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install 'tokenyard[test]'")
+
+from playwright.sync_api import FilePayload, Route, expect
+
+from tests.system.server import Server
+from tests.ui.browser import MILLISECONDS, Visit, needs_chromium, paused
+
+pytestmark = needs_chromium
+expect.set_options(timeout=MILLISECONDS)
+
+# A PNG of one pixel.
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+
+
+def begin_long_answer(visit: Visit) -> None:
+    visit.set("Longest answer", "1900")
+    visit.set("Further fields", '{"ignore_eos": true}')
+    visit.start("Tell me a story.")
+    expect(visit.page.locator("article.assistant .text")).not_to_have_text("")
+
+
+def open_view(visit: Visit, name: str) -> None:
+    visit.page.locator(".top nav").get_by_role("link", name=name).click()
+
+
+def test_live_figures_move(visit: Visit) -> None:
+    visit.set("Longest answer", "8")
+    visit.send("Hello.")
+    open_view(visit, "Live")
+    expect(visit.page.locator(".plot canvas")).to_have_count(6)
+    expect(visit.page.locator("figure", has_text="Between tokens").locator("output").first).not_to_have_text("–")
+    expect(visit.page.locator(".live")).to_contain_text("Ready")
+    steps = visit.page.locator(".live tbody td").last
+    before = int(steps.inner_text())
+    assert before > 0
+    open_view(visit, "Chat")
+    visit.send("Hello again.")
+    open_view(visit, "Live")
+    visit.page.wait_for_function(
+        "(before) => Number([...document.querySelectorAll('.live tbody td')].at(-1)?.textContent) > before", arg=before
+    )
+
+
+def test_requests_are_shown_with_their_decisions(visit: Visit) -> None:
+    visit.set("Longest answer", "8")
+    visit.send("Hello.")
+    visit.page.get_by_role("link", name="why").click()
+    why = visit.page.locator(".why li")
+    expect(why.first).to_contain_text("queued with")
+    expect(why.last).to_contain_text("finished with")
+    row = visit.page.locator(".requests tbody tr[aria-current=true]")
+    expect(row).to_contain_text("/v1/chat/completions")
+    expect(row).to_contain_text("ended")
+
+
+def test_an_operator_aborts_a_request(visit: Visit, embedded: Server) -> None:
+    before = visit.count("aborted")
+    begin_long_answer(visit)
+    with paused(embedded):
+        open_view(visit, "Requests")
+        visit.page.get_by_role("button", name="Abort ui-").first.click()
+        open_view(visit, "Chat")
+        visit.wait_for_answer()
+    assert "stopped here" not in visit.page.locator(".figures").inner_text()
+    visit.wait_for_count("aborted", before)
+
+
+def test_nothing_stands_in_the_way_of_a_reader_of_the_screen(visit: Visit, source: Path) -> None:
+    visit.set("Longest answer", "8")
+    visit.page.get_by_label("Log-probabilities").check()
+    visit.send("Hello.")
+    visit.button("Token map").click()
+    visit.page.locator(".token").first.click()
+    visit.page.evaluate((source / "node_modules" / "axe-core" / "axe.min.js").read_text())
+    places = {"Live": ".live figure", "Requests": ".requests table", "Raw": ".raw-text", "Chat": ".chat"}
+    for scheme in ("light", "dark"):
+        visit.page.emulate_media(color_scheme=scheme)
+        for name, place in places.items():
+            open_view(visit, name)
+            visit.page.locator(place).first.wait_for()
+            found = visit.page.evaluate("axe.run()")["violations"]
+            assert [(name, scheme, one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+
+
+def test_a_narrow_window_needs_no_scrolling_sideways(visit: Visit) -> None:
+    visit.page.set_viewport_size({"width": 380, "height": 700})
+    visit.page.get_by_role("button", name="Conversations").click()
+    visit.page.get_by_role("button", name="Parameters").click()
+    for name in ("Chat", "Live"):
+        open_view(visit, name)
+        visit.page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
+    assert visit.page.get_by_label("Message", exact=True).count() == 0
+    open_view(visit, "Chat")
+    expect(visit.button("Send")).to_be_visible()
+
+
+def test_a_text_goes_on_in_colour(visit: Visit) -> None:
+    open_view(visit, "Raw")
+    box = visit.page.get_by_role("textbox", name="Text")
+    box.fill("What is tokenyard?")
+    visit.set("Most tokens", "8")
+    visit.set("Temperature", "0")
+    visit.button("Go on").click()
+    answered = visit.page.locator(".raw-text .answered")
+    expect(answered).not_to_have_count(0)
+    visit.button("Go on").wait_for()
+    assert {name[:10] for name in answered.evaluate_all("all => all.map((one) => one.className)")} == {"answered p"}
+    longer = box.text_content() or ""
+    assert longer.startswith("What is tokenyard?")
+    assert len(longer) > len("What is tokenyard?")
+    # What was answered is a part of the text that goes on next; only the last part can be taken back.
+    visit.button("Go on").click()
+    visit.page.wait_for_function(
+        "(length) => document.querySelector('.raw-text').textContent.length > length", arg=len(longer)
+    )
+    visit.button("Go on").wait_for()
+    visit.button("Take back").click()
+    assert box.text_content() == longer
+    open_view(visit, "Chat")
+    open_view(visit, "Raw")
+    assert visit.page.get_by_role("textbox", name="Text").text_content() == longer
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "place"),
+    [("paint", "/v1/images/generations", "img.made"), ("speak", "/v1/audio/speech", ".raw audio")],
+)
+def test_pictures_and_sound_are_shown(visit: Visit, task: str, path: str, place: str) -> None:
+    """What these models make is tested with themselves; here it is one pixel, and silence."""
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Route) -> None:
+        asked.append(json.loads(route.request.post_data or ""))
+        if task == "paint":
+            route.fulfill(json={"data": [{"b64_json": PIXEL}]})
+        else:
+            route.fulfill(body=silence(), content_type="audio/wav")
+
+    _as_task(visit, task)
+    visit.page.route(f"**{path}", answer)
+    visit.page.locator(".raw textarea").fill("a red house")
+    visit.button("Paint" if task == "paint" else "Speak").click()
+    visit.page.locator(place).wait_for()
+    # Both have been read: neither is refused by the page's policy.
+    ready = "(one) => one.tagName === 'IMG' ? one.naturalWidth === 1 : one.readyState >= 1 && !one.error"
+    visit.page.wait_for_function(f"(place) => ({ready})(document.querySelector(place))", arg=place)
+    assert "a red house" in asked[0].values()
+
+
+def test_speech_is_written_down(visit: Visit) -> None:
+    _as_task(visit, "transcribe")
+    visit.page.route("**/v1/audio/transcriptions", lambda route: route.fulfill(json={"text": "good morning"}))
+    file: FilePayload = {"name": "speech.wav", "mimeType": "audio/wav", "buffer": silence()}
+    visit.page.get_by_label("A file with speech").set_input_files([file])
+    expect(visit.page.locator(".raw")).to_contain_text("good morning")
+
+
+def _as_task(visit: Visit, task: str) -> None:
+    """Opens Raw as it is for a model of this task."""
+
+    def live(route: Route) -> None:
+        route.fulfill(json=route.fetch().json() | {"task": task})
+
+    visit.page.route("**/live", live)
+    visit.page.reload()
+    visit.settle()
+    open_view(visit, "Raw")
+
+
+def silence() -> bytes:
+    """A tenth of a second of sound."""
+    with io.BytesIO() as file:
+        with wave.open(file, "wb") as sound:
+            sound.setnchannels(1)
+            sound.setsampwidth(2)
+            sound.setframerate(8000)
+            sound.writeframes(bytes(1600))
+        return file.getvalue()
