@@ -131,6 +131,6 @@ def _samples(text: str, name: str) -> dict[str, float]:
 def _command_line(process: psutil.Process) -> str:
     """With a blank behind the last word. Nothing for a process that has just ended: killing is what some tests do."""
     try:
-        return " ".join(process.cmdline()).rstrip("]") + " "
+        return " ".join(process.cmdline()).rstrip("] ") + " "
     except psutil.Error:
         return ""
