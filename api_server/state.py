@@ -237,7 +237,8 @@ class ServerState:
 
     @cached_property
     def image_facts(self) -> ImageFacts:
-        return ImageFacts(self.settings.model, self.has_ears)
+        most_seconds = self.settings.max_audio_seconds if self.has_ears else None
+        return ImageFacts(self.settings.model, most_seconds)
 
     def _image_tokens(self) -> int:
         workers = self.engine.status.workers if self.engine.status else []

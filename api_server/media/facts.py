@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.processors import NoProcessor, Processor, Vision
@@ -19,15 +18,15 @@ log = logging.getLogger("tokenyard")
 class ImageFacts:
     """The facts of one model, which are read in a thread when they are first wanted."""
 
-    def __init__(self, model: str, hears: bool = False) -> None:
-        """`hears`: the model's media are sounds."""
+    def __init__(self, model: str, most_sound_seconds: float | None = None) -> None:
+        """With `most_sound_seconds` the model's media are sounds, none of which is longer."""
         self._model = model
-        self._hears = hears
+        self._most_sound_seconds = most_sound_seconds
         self._reading: asyncio.Future[Vision] | None = None
 
     async def warm(self) -> None:
         """Reads the facts of a model whose config has such a tower, so that no request waits for them."""
-        if self._hears or await asyncio.to_thread(self._has_tower):
+        if self._most_sound_seconds is not None or await asyncio.to_thread(self._has_tower):
             try:
                 await self.read()
             except RequestFailed as error:
@@ -41,11 +40,14 @@ class ImageFacts:
             # Other requests may wait for the same reading when this one's client goes away.
             return await asyncio.shield(self._reading)
         except NoProcessor as error:
-            message = f"this model takes no {'sounds' if self._hears else 'images'} on this server: {error}"
+            media = "images" if self._most_sound_seconds is None else "sounds"
+            message = f"this model takes no {media} on this server: {error}"
             raise RequestFailed(ErrorKind.UNSUPPORTED, message) from None
 
     def _read(self) -> Vision:
-        return SoundProcessor(self._model, math.inf).facts if self._hears else Processor(self._model, 0).facts
+        if self._most_sound_seconds is None:
+            return Processor(self._model, 0).facts
+        return SoundProcessor(self._model, self._most_sound_seconds).facts
 
     def _has_tower(self) -> bool:
         from transformers import PreTrainedConfig

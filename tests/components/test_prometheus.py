@@ -35,6 +35,9 @@ def scraped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with Program(["prometheus", *places, f"--web.listen-address=127.0.0.1:{port}"], port, directory) as running:
         url = f"http://127.0.0.1:{running.port}"
         deadline = time.monotonic() + 90
+        while httpx.get(f"{url}/-/ready").status_code == 503:  # it reads its storage, and may have to wait for the disk
+            assert time.monotonic() < deadline, running.output.read_text()
+            time.sleep(0.1)
         while not (
             samples(url, "count_over_time(up[1m]) >= 8")
             and samples(url, "rate(tokenyard_generation_tokens_total[1m]) > 0")
