@@ -43,6 +43,7 @@ def test_live_figures_move(visit: Visit) -> None:
     expect(visit.page.locator("figure", has_text="Between tokens").locator("output").first).not_to_have_text("–")
     expect(visit.page.locator(".live")).to_contain_text("Ready")
     steps = visit.page.locator(".live tbody td").last
+    expect(steps).not_to_have_text("0")  # a status is half a second old
     before = int(steps.inner_text())
     assert before > 0
     open_view(visit, "Chat")
@@ -130,7 +131,9 @@ def test_a_text_goes_on_in_colour(visit: Visit) -> None:
     assert box.text_content() == longer
     open_view(visit, "Chat")
     open_view(visit, "Raw")
-    assert visit.page.get_by_role("textbox", name="Text").text_content() == longer
+    again = visit.page.get_by_role("textbox", name="Text")
+    expect(again).not_to_have_text("")  # it is filled once it is shown
+    assert again.text_content() == longer
 
 
 @pytest.mark.parametrize(
