@@ -111,7 +111,7 @@ pipelines.adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineA
     PipelineEmbeddingsGenerator PipelineTokenGenerator TokenGeneratorPipeline
 pipelines.audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse
     AudioGeneratorOutput
-pipelines.generation_output: GenerationOutput OutputContent
+pipelines.generation_output: GenerationOutput OutputContent OutputImageContent TokenDetails Usage
 pipelines.generators: AudioGenerator EmbeddingsGenerator PipelinesFactory TokenGenerator
 pipelines.inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs TextGenerationInputs
 pipelines.open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource

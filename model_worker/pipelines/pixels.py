@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from interfaces import (
     GenerationOutput,
     GenerationStatus,
+    OutputImageContent,
     PaintingContext,
     Pipeline,
     PixelGenerationInputs,
     RequestID,
+    TokenDetails,
+    Usage,
 )
-from interfaces.pipelines.generation_output import OutputImageContent, TokenDetails, Usage
 from model_worker.pixels.load import load_painter
 from model_worker.pixels.painter import Painter
 
