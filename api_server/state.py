@@ -237,8 +237,7 @@ class ServerState:
 
     @cached_property
     def image_facts(self) -> ImageFacts:
-        most_seconds = self.settings.max_audio_seconds if self.has_ears else None
-        return ImageFacts(self.settings.model, most_seconds)
+        return ImageFacts(self.settings.model, self.settings.max_audio_seconds if self.has_ears else None)
 
     def _image_tokens(self) -> int:
         workers = self.engine.status.workers if self.engine.status else []
