@@ -9,7 +9,8 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -87,7 +88,7 @@ class Clips:
 
     @property
     def feature_bytes(self) -> int:
-        """The bytes of all features that are held, or may come of files that are read."""
+        """The bytes that transcriptions hold, and that may come of files that are read."""
         return self._feature_bytes
 
     async def read(self, data: bytes, name: str) -> Clip:
@@ -116,6 +117,17 @@ class Clips:
             raise
         self.observe(clip.seconds, time.monotonic() - began)
         return clip
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Counts so many bytes that a transcription holds beside its features. Raises RequestFailed."""
+        if size and self._feature_bytes + size > MOST_FEATURE_BYTES:
+            raise _overloaded(f"sound of open requests takes {self._feature_bytes >> 20} MiB of memory; retry later")
+        self._feature_bytes += size
+        try:
+            yield
+        finally:
+            self._feature_bytes -= size
 
     def _leave(self, reading: _Reading, task: asyncio.Task[Clip]) -> None:
         self._tasks.discard(task)

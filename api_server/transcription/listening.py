@@ -5,10 +5,12 @@ Knows what such models are asked for a transcript. Knows no dialect.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from api_server.answers.choice import complete
 from api_server.chat.media_parts import LoadedSound, arguments
@@ -23,6 +25,9 @@ from shared.tokenizer_files import read_json
 _QUESTION = "Transcribe the speech. Answer with its words alone."
 # Families whose question stands before the sound.
 _QUESTION_FIRST = ("audioflamingo3",)
+# The most tokens of a transcript: as many as stand for its sound, of which no family has fewer than 12.5 a second, and
+# these. Nobody speaks faster, so only a model that repeats itself is stopped.
+_MORE_TOKENS = 64
 # Mistral's form of the task, for models whose vocabulary has it.
 _TASK = "[TRANSCRIBE]"
 
@@ -39,7 +44,10 @@ class Listening:
         """Read a sound file. Raises RequestFailed, also for a wish that the model has no place for."""
         request = _request(server, LoadedSound(data=data, field="file"), wish)
         (found,) = await prepare(server, [request])
-        return found
+        most = _sound_tokens(found.prompt.tokens, found.prompt.vision_token_ids) + _MORE_TOKENS
+        given = found.sampling.max_new_tokens
+        bounded = most if given is None else min(given, most)
+        return replace(found, sampling=replace(found.sampling, max_new_tokens=bounded))
 
     @property
     def text(self) -> str:
@@ -50,7 +58,7 @@ class Listening:
     def usage(self) -> dict[str, Any]:
         """The tokens that count, in OpenAI's form."""
         choice = self._generation.choices[0]
-        sound = int(np.isin(choice.prompt_token_ids, self._tokens).sum())
+        sound = _sound_tokens(choice.prompt_token_ids, self._tokens)
         return {
             "type": "tokens",
             "input_tokens": choice.prompt_tokens,
@@ -80,6 +88,11 @@ class Listening:
             complete(self._generation.choices[0].finish)
         finally:
             self.close()
+
+
+def _sound_tokens(prompt: NDArray[np.signedinteger[Any]], standing: Sequence[int]) -> int:
+    """The number of a prompt's tokens that stand for sound."""
+    return int(np.isin(prompt, standing).sum())
 
 
 def _request(server: ServerState, sound: LoadedSound, wish: Wish) -> TextGenerationRequest:

@@ -125,6 +125,12 @@ class Transcription:
         return self._wish.words
 
     @property
+    def attention_bytes(self) -> int:
+        """The most memory that the attention of one window's tokens takes, of which the times of words are made."""
+        heads = len(self._files.alignment_heads) if self._wish.words else 0
+        return 4 * heads * self._files.source_positions * self._files.target_positions
+
+    @property
     def usage(self) -> dict[str, Any]:
         """What counts, in OpenAI's form."""
         return {"type": "duration", "seconds": math.ceil(self.seconds)}

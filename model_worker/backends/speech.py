@@ -55,8 +55,10 @@ class SpeechBackend(Backend):
         self._head = model.proj_out
         self._dtype = loaded.dtype
         self._heads_of = _heads_by_layer(model.generation_config)
-        # Attention of the alignment heads [kept tokens, positions] of the pass that runs; None: it is not wanted.
-        self._aligned: list[Tensor] | None = None
+        # Of the pass that runs: the tokens, by their places behind the clips, whose attention of the alignment heads is
+        # wanted, and that attention [wanted tokens, positions], layer by layer; None: it is not wanted.
+        self._aligned_of: Tensor | None = None
+        self._aligned: list[Tensor] = []
 
     @property
     def gives_hidden_states(self) -> bool:
@@ -65,19 +67,23 @@ class SpeechBackend(Backend):
     def hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return the logits, and the attention of the alignment heads to the clip: [L, heads x positions].
 
-        The heads are in the order of layers. A token of a clip has zeros.
+        The heads are in the order of layers. A token of a clip has zeros. Only the L tokens of `logit_positions` have
+        attention computed, so the memory does not grow with the other tokens of the batch.
         """
-        self._aligned = []
+        behind = batch.positions >= self._clip_tokens
+        wanted = behind[batch.logit_positions]
+        places = behind.cumsum(0) - 1
+        self._aligned_of = places[batch.logit_positions][wanted]
         try:
             logits = self.logits(batch)
-            aligned = torch.cat(self._aligned, 1) if self._aligned else None
+            width = self._source_positions * sum(map(len, self._heads_of.values()))
+            weights = torch.zeros(len(batch.logit_positions), width, device=self.device)
+            if self._aligned:
+                weights[wanted] = torch.cat(self._aligned, 1)
         finally:
-            self._aligned = None
-        width = self._source_positions * sum(map(len, self._heads_of.values()))
-        weights = torch.zeros(batch.num_tokens, width, device=self.device)
-        if aligned is not None:
-            weights[batch.positions >= self._clip_tokens] = aligned
-        return logits, weights[batch.logit_positions]
+            self._aligned_of = None
+            self._aligned = []
+        return logits, weights
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Return the logits; zeros for a token of a clip, which predicts nothing."""
@@ -167,16 +173,16 @@ class SpeechBackend(Backend):
     def _cross_attention(self, index: int, layer: Any, states: Tensor, cross: ForwardBatch) -> Tensor:
         attention = layer.encoder_attn
         normed = layer.encoder_attn_layer_norm(states)
-        if self._aligned is not None and index in self._heads_of:
-            self._aligned.append(self._alignment(index, attention, normed, cross))
+        if self._aligned_of is not None and len(self._aligned_of) and index in self._heads_of:
+            self._aligned.append(self._alignment(index, attention, normed, cross, self._aligned_of))
         return self._attended(index, attention, normed, cross)
 
-    def _alignment(self, index: int, attention: Any, normed: Tensor, cross: ForwardBatch) -> Tensor:
-        """Return what the alignment heads of a layer attend to: [tokens, heads x positions]."""
+    def _alignment(self, index: int, attention: Any, normed: Tensor, cross: ForwardBatch, wanted: Tensor) -> Tensor:
+        """Return what the alignment heads of a layer attend to: [wanted tokens, heads x positions]."""
         heads = self._heads_of[index]
-        queries = _heads(attention, attention.q_proj(normed) * attention.scaling)[:, heads].float()
+        queries = _heads(attention, attention.q_proj(normed[wanted]) * attention.scaling)[:, heads].float()
         found = []
-        for query, table in zip(queries, cross.block_tables.long(), strict=True):
+        for query, table in zip(queries, cross.block_tables[wanted].long(), strict=True):
             keys = self._cache.k[index][table].flatten(0, 1)[: self._source_positions, heads].float()
             found.append(torch.einsum("hd,khd->hk", query, keys).softmax(-1).flatten())
         return torch.stack(found)

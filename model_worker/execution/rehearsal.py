@@ -69,15 +69,20 @@ class Rehearsal:
     def decode(self) -> None:
         """Run a decode step of all rows."""
         rows = np.arange(self._rows)
-        batch = self._batch(np.ones(self._rows, np.int64), rows)
+        backend = self._runner.backend
+        # The tokens of a recogniser's clips are no decode step.
+        before = self._loaded.clip_tokens
+        batch = self._batch(np.ones(self._rows, np.int64), rows, before)
         # Temporaries of attention follow the bound of lengths, and need no such lengths.
-        self._runner.backend.logits(replace(batch, max_kv=self._longest))
+        run = backend.hidden if before and backend.gives_hidden_states else backend.logits
+        run(replace(batch, max_kv=self._longest))
 
-    def _batch(self, lengths: NDArray[np.int64], wanted: NDArray[np.int64]) -> ForwardBatch:
+    def _batch(self, lengths: NDArray[np.int64], wanted: NDArray[np.int64], before: int = 0) -> ForwardBatch:
+        """A batch of sequences that have so many new tokens, and `before` older ones."""
         size = self._loaded.block_size
-        tables = np.zeros((len(lengths), -(-int(lengths.max()) // size)), np.int32)
+        tables = np.zeros((len(lengths), -(-(before + int(lengths.max())) // size)), np.int32)
         tokens = np.zeros(int(lengths.sum()), np.int64)
-        return ForwardBatch.build(tokens, lengths, lengths, tables, size, wanted, self._loaded.device)
+        return ForwardBatch.build(tokens, lengths, lengths + before, tables, size, wanted, self._loaded.device)
 
     def _draw(self, logits: torch.Tensor) -> None:
         sampler = SamplerRows(self._rows, self._loaded.vocab_size, self._loaded.device)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Event
 from typing import Any
 
 import httpx
@@ -148,13 +149,16 @@ def test_a_transcript_is_the_answer_to_the_usual_question(
     end = "the fox<|im_end|>\n<|im_start|>assistant\n"
     _, count = tiny.heard(sound)
     length = len(tiny.prompt([BEFORE, end], [count]))
-    ids = tiny.answer([BEFORE, end], [sound], LONGEST - length)
+    # This model never ends by itself: a transcript has no more tokens than its sound, and 64.
+    assert count + 64 < LONGEST - length
+    ids = tiny.answer([BEFORE, end], [sound], count + 64)
     want = tiny.text(ids).strip()
     made_at_once = client.audio.transcriptions.create(**asked, prompt="the fox")
     assert made_at_once.text == want
     assert made_at_once.usage is not None
     assert made_at_once.usage.type == "tokens"
     assert (made_at_once.usage.input_tokens, made_at_once.usage.input_token_details.audio_tokens) == (length, count)
+    assert made_at_once.usage.output_tokens == count + 64
     events = list(client.audio.transcriptions.create(**asked, prompt="the fox", stream=True))
     assert "".join(event.delta for event in events if event.type == "transcript.text.delta") == want
     last = events[-1]
@@ -173,7 +177,8 @@ def test_a_transcript_of_mistrals_form_names_the_language(
     tiny = listening["voxtral"]
     _, count = tiny.heard(sound)
     texts = ["[INST]", "[/INST]lang:en[TRANSCRIBE]"]
-    want = tiny.text(tiny.answer(texts, [sound], LONGEST - len(tiny.prompt(texts, [count])))).strip()
+    most = min(count + 64, LONGEST - len(tiny.prompt(texts, [count])))
+    want = tiny.text(tiny.answer(texts, [sound], most)).strip()
     found = client.audio.transcriptions.create(model="voxtral", file=("a.wav", wav(sound)), language="english")
     assert found.text == want
 
@@ -206,9 +211,33 @@ def test_lost_workers_change_no_answer(server: Server, listening: dict[str, List
     cases = {seed: speech(seed, 0.7 + 0.1 * (seed % 5)) for seed in range(50, 55)}
     want = {seed: tiny.answer([BEFORE, BEHIND], [sound]) for seed, sound in cases.items()}
     workers = [server.child("model_worker", nth).pid for nth in range(len(FAMILIES))]
+    recovered = server.total("tokenyard_scheduler_recovered_total")
+    began = Event()
     with ThreadPoolExecutor(5) as pool:
-        running = {seed: pool.submit(generate, server, prompt, [sound], 150) for seed, sound in cases.items()}
+        running = {seed: pool.submit(streamed, server, prompt, sound, began) for seed, sound in cases.items()}
+        assert began.wait(120)
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
         for seed, answer in running.items():
-            assert answer.result()["output_ids"][:TOKENS] == want[seed]
+            assert answer.result()[:TOKENS] == want[seed]
+    server.wait_for(
+        "a request that was with a lost worker",
+        30,
+        lambda: server.total("tokenyard_scheduler_recovered_total") > recovered,
+    )
+
+
+def streamed(server: Server, prompt: str, sound: Sound, began: Event) -> list[int]:
+    """The tokens of an answer of the first model. `began` is set when there is a token and more are to come."""
+    sampling = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
+    body = {"text": prompt, "audio_data": [uri(sound)], "sampling_params": sampling, "stream": True}
+    found: list[int] = []
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                found = event["output_ids"]
+                began.set()
+    assert len(found) == 150
+    return found

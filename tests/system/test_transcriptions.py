@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,13 +255,27 @@ def test_sound_is_counted(server: Server, client: openai.OpenAI) -> None:
 
 
 def test_a_killed_worker_costs_no_transcript(server: Server, client: openai.OpenAI, judge: Judge) -> None:
-    sounds = [speech(70 + number, 3.0) for number in range(4)]
+    # Each has ten windows, one behind the other.
+    sounds = [speech(70 + number, 10.0) for number in range(4)]
+    recovered = server.total("tokenyard_scheduler_recovered_total")
+    began = Event()
 
     def ask(sound: NDArray[np.float32]) -> str:
-        return client.audio.transcriptions.create(model="", file=wav(sound), language="en").text
+        text = ""
+        for event in client.audio.transcriptions.create(model="", file=wav(sound), language="en", stream=True):
+            if event.type == "transcript.text.delta":
+                text += event.delta
+                began.set()
+        return text
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(ask, sound) for sound in sounds]
+        assert began.wait(60)
         os.kill(server.child("model_worker").pid, signal.SIGKILL)
         found = [answer.result(120) for answer in running]
     assert found == [judge.text(sound, language="en") for sound in sounds]
+    server.wait_for(
+        "a window that was with the lost worker",
+        30,
+        lambda: server.total("tokenyard_scheduler_recovered_total") > recovered,
+    )

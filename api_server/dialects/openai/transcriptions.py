@@ -160,11 +160,13 @@ async def _answer(call: Call, task: str) -> Response:
             transcription = Transcription(call.server, clip, wish)
     if call.server.recogniser is None:
         return await _heard(Listening(call.server, prepared), form, streams)
-    transcription.begin()
     if streams:
+        transcription.begin()
         frames = await begun(_events(transcription), transcription.close)
         return EventStream(frames, transcription.close, error_frame)
-    await transcription.collect()
+    with call.server.clips.holding(transcription.attention_bytes):
+        transcription.begin()
+        await transcription.collect()
     return _WRITERS[form](transcription, task)
 
 

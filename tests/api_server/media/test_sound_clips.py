@@ -112,3 +112,17 @@ async def test_features_of_open_transcriptions_have_a_limit(monkeypatch: pytest.
     await released()
     assert found.feature_bytes == 0
     await found.read(b"3", "file")
+
+
+async def test_what_a_transcription_holds_counts_as_its_features_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clips, "MOST_FEATURE_BYTES", 2 * FEATURES.nbytes)
+    client = SlowClient()
+    client.goes_on.set()
+    found = reader(client)
+    clip = await found.read(b"1", "file")
+    with found.holding(FEATURES.nbytes):
+        assert found.feature_bytes == 2 * clip.features.nbytes
+        with pytest.raises(RequestFailed, match="sound of open requests takes") as caught, found.holding(1):
+            pytest.fail("one byte too many was given")
+        assert caught.value.kind is ErrorKind.OVERLOADED
+    assert found.feature_bytes == clip.features.nbytes

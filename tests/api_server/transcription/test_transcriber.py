@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -212,6 +213,10 @@ class Sounds:
         assert self._clip is not None
         return self._clip
 
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        yield
+
 
 async def ask(place: Place, route: str, body: bytes, clip: Clip | None = None) -> tuple[int, Any]:
     """Status and answer of a request with this body."""
@@ -307,3 +312,9 @@ async def test_a_client_that_leaves_while_its_file_is_read_is_counted_once(watch
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert watched.watcher.events == ["received", "left"]
+
+
+async def test_only_times_of_words_take_memory_for_attention(place: Place) -> None:
+    # Two heads, 50 positions and 24 tokens of a window, in float32.
+    assert place.transcription(timestamps=True, words=True).attention_bytes == 4 * 2 * 50 * 24
+    assert place.transcription(timestamps=True).attention_bytes == 0
