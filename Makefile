@@ -16,6 +16,8 @@ TEST_INSTALLED := $(VENV)/.installed-test
 DOCS_INSTALLED := $(VENV)/.installed-docs
 CLIENTS := $(VENV)/clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
+GUIDELLM := $(VENV)/guidellm
+GUIDELLM_INSTALLED := $(GUIDELLM)/.installed
 
 # Which tests of a lane: all, unless test-fast says otherwise.
 FAST :=
@@ -35,7 +37,7 @@ setup: $(INSTALLED)  ## make .venv and install tokenyard into it
 
 setup-test: $(TEST_INSTALLED)
 
-setup-clients: $(CLIENTS_INSTALLED)
+setup-clients: $(CLIENTS_INSTALLED) $(GUIDELLM_INSTALLED)
 
 run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a model and flags)
 	$(BIN)/tokenyard serve --host 127.0.0.1 --port $(PORT) $(ARGS)
@@ -55,7 +57,7 @@ test-fast: $(TEST_INSTALLED)  ## the tests that start no server, compile nothing
 lane-%:
 	$(BIN)/python -m pytest --lane $* $(FAST) $(ARGS) && echo $* >> $(RAN) || test $$? = 5
 
-test-clients: $(CLIENTS_INSTALLED)  ## the clients that people have, unmodified, against a server (docs/clients.md)
+test-clients: $(CLIENTS_INSTALLED) $(GUIDELLM_INSTALLED)  ## the clients that people have, unmodified, against a server (docs/clients.md)
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients tests/clients -rs $(ARGS)
 
 cases: $(TEST_INSTALLED)  ## run the case scripts of a folder against this checkout (CASES=DIR MODEL=DIR; ARGS="--help")
@@ -122,4 +124,13 @@ $(CLIENTS_INSTALLED): pyproject.toml tests/clients/versions.txt tests/clients/pa
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test-clients"], sep="\n")' > $(CLIENTS)/requirements.txt
 	$(CLIENTS)/bin/python -m pip install --requirement $(CLIENTS)/requirements.txt --constraint tests/clients/versions.txt
 	cd tests/clients && npm ci --no-audit --no-fund || echo "npm is missing or failed: the tests of node's clients are skipped"
+	@touch $@
+
+# A public benchmark tool, in an environment that sees the server's packages: it needs torch and transformers, and nothing
+# may install 3 GB of them anew. What it wants in other versions it gets for itself.
+$(GUIDELLM_INSTALLED): pyproject.toml tests/clients/guidellm_versions.txt | $(INSTALLED)
+	$(BIN)/python -m venv $(GUIDELLM)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(GUIDELLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/server.pth"
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test-guidellm"], sep="\n")' > $(GUIDELLM)/requirements.txt
+	$(GUIDELLM)/bin/python -m pip install --requirement $(GUIDELLM)/requirements.txt --constraint tests/clients/guidellm_versions.txt
 	@touch $@
