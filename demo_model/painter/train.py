@@ -32,7 +32,7 @@ VAE_SHARE = 0.3
 # Drawings of a step, and learning rates; a GPU takes more drawings, and larger steps.
 SIZES = {"cpu": (32, 128), "cuda": (256, 1024)}
 RATES = {"cpu": (2e-3, 1.5e-3), "cuda": (2e-3, 2e-3)}
-LESSONS = {"cpu": 65_536, "cuda": 131_072}
+LESSONS = {"cpu": 32_768, "cuda": 131_072}
 WARM_UP = 0.03
 DECAY_FROM = 0.4
 KL_WEIGHT = 1e-4
@@ -81,7 +81,7 @@ class Training:
         with self._interruption:
             self._stage("see", seconds * VAE_SHARE, self._rates[0], [self.vae], self._rebuild)
             self._latents = self._encoded()
-            left = seconds - (time.monotonic() - begun)
+            left = max(1.0, seconds - (time.monotonic() - begun))
             self._stage("paint", left, self._rates[1], [self.denoiser, self.text_encoder], self._denoise)
 
     @property
