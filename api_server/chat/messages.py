@@ -12,6 +12,7 @@ import orjson
 from pydantic import ValidationError
 
 from api_server.chat.media_parts import LOADED
+from api_server.chat.spoken import transcript_of
 from api_server.errors import ErrorKind, RequestFailed, invalid, unsupported
 from interfaces import MessageContent, TextContentPart, TextGenerationRequestMessage
 
@@ -69,7 +70,7 @@ def _message(given: Any, path: str, answered: bool) -> TextGenerationRequestMess
     if role not in ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r:.100}", f"{path}.role")
     if given.get("audio") is not None:
-        raise unsupported(f"{path}.audio", "sound")
+        given = _with_transcript(given, path)
     seen = role == "user" and not answered
     fields = dict(given) | {"content": text_content(given.get("content"), f"{path}.content", unseen=not seen)}
     if "reasoning" in fields:
@@ -88,6 +89,14 @@ def _message(given: Any, path: str, answered: bool) -> TextGenerationRequestMess
         first = error.errors()[0]
         field = f"{path}.{first['loc'][0]}"
         raise invalid(f"{field}: {first['msg']}", field) from None
+
+
+def _with_transcript(given: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A message of the model that names a spoken answer, with that answer's text. Raises RequestFailed."""
+    if given["role"] != "assistant":
+        raise unsupported(f"{path}.audio", "sound of others than the assistant")
+    rest = {name: value for name, value in given.items() if name != "audio"}
+    return rest | {"content": given.get("content") or transcript_of(given["audio"], f"{path}.audio")}
 
 
 def text_content(

@@ -72,3 +72,37 @@ def parts_of(text: str, most: int) -> list[str]:
         else:
             parts.append(sentence)
     return parts
+
+
+class SentenceReader:
+    """Cuts a text that comes piece by piece, as `sentences` cuts the whole."""
+
+    def __init__(self, most: int = MOST_CHARACTERS) -> None:
+        self._most = most
+        self._rest = ""
+
+    def add(self, text: str) -> list[str]:
+        """Take the next piece. Returns the sentences that are complete, whatever follows."""
+        self._rest += text
+        pieces = list(_ended(self._rest))
+        if not pieces[-1]:
+            # A quote or a bracket may follow the mark at the end.
+            pieces.pop()
+        complete = []
+        waiting = ""
+        read = taken = 0
+        for piece in pieces[:-1]:
+            waiting += piece
+            read += len(piece)
+            if len(waiting.strip()) >= FEWEST_CHARACTERS:
+                complete.append(waiting.strip())
+                waiting = ""
+                taken = read
+        self._rest = self._rest[taken:]
+        return [part for sentence in complete for part in _cut(sentence, self._most)]
+
+    def end(self) -> list[str]:
+        """Return the last sentences: the text has ended."""
+        rest = self._rest
+        self._rest = ""
+        return sentences(rest, self._most)

@@ -1,20 +1,27 @@
-"""One server with a chat model, an embedder and a reranker: real processes, real models."""
+"""One server with a chat model, an embedder, a reranker and a model that speaks: real processes, real models."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
+from api_server.speech.encoding import Encoder
+from shared.speech_files import SpeechFiles
 from tests.api_server.pooling.conftest import save_tokenizer
+from tests.model_worker.speech.tiny_vits import tiny_vits
 from tests.one_shot.server import VOCAB, reference, tiny_bert
+from tests.one_shot.test_speech import expected
 from tests.system.served_model import make_model
 from tests.system.server import Server
 
@@ -46,11 +53,20 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(embedder: Path, reranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vits(tmp_path_factory.mktemp("speech") / "tiny-speaker")
+
+
+@pytest.fixture(scope="module")
+def server(embedder: Path, reranker: Path, speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     flags = ["--served-model-name", "chat", "--also", f"embed={embedder}", "--also", f"rerank={reranker}"]
-    with Server(make_model(folder / "chat"), [*flags, "--devices", "cpu"], folder / "log") as server:
-        yield server
+    flags += ["--also", f"voice={speaker}", "--devices", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        # With other sums the length of a sound, which is rounded up, may be another.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with Server(make_model(folder / "chat"), flags, folder / "log") as server:
+            yield server
 
 
 def post(server: Server, path: str, **body: object) -> httpx.Response:
@@ -58,11 +74,11 @@ def post(server: Server, path: str, **body: object) -> httpx.Response:
 
 
 def test_all_models_are_listed(server: Server) -> None:
-    names = ["chat", "embed", "rerank"]
+    names = ["chat", "embed", "rerank", "voice"]
     assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == names
     anthropics = httpx.get(f"{server.url}/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert [model["id"] for model in anthropics["data"]] == names
-    assert (anthropics["first_id"], anthropics["last_id"]) == ("chat", "rerank")
+    assert (anthropics["first_id"], anthropics["last_id"]) == ("chat", "voice")
     assert httpx.get(f"{server.url}/v1/models/embed").json()["max_model_len"] == 160
     assert httpx.get(f"{server.url}/v1/models/nope").status_code == 404
 
@@ -92,7 +108,7 @@ def test_a_request_without_a_model_is_for_the_first_that_can_do_it(server: Serve
 def test_a_wrong_name_and_a_wrong_task_are_refused(server: Server) -> None:
     unknown = post(server, "/v1/embeddings", model="nope", input="Hello")
     assert unknown.status_code == 404
-    assert "this server has 'chat', 'embed', 'rerank'" in unknown.text
+    assert "this server has 'chat', 'embed', 'rerank', 'voice'" in unknown.text
     for path, model, body in (
         ("/v1/embeddings", "chat", {"input": "Hello"}),
         ("/v1/chat/completions", "embed", {"messages": [{"role": "user", "content": "Hello!"}]}),
@@ -111,6 +127,111 @@ def test_the_death_of_one_models_worker_is_that_models_alone(server: Server) -> 
     assert post(server, "/v1/chat/completions", model="chat", messages=messages, max_tokens=2).status_code == 200
     assert post(server, "/v1/embeddings", model="embed", input=[5, 6, 7]).status_code == 200
     server.wait_for("all models", 60, server.is_ready)
+
+
+SENTENCES = ["the first train leaves at nine.", "the second one is late again.", "... no third one ever came at all!"]
+ANSWER = " ".join(SENTENCES)
+
+
+def spoken(text: str, **fields: Any) -> dict[str, Any]:
+    """A request whose answer is this text, as sound."""
+    return {
+        "model": "chat",
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "modalities": ["text", "audio"],
+        "structured_outputs": {"choice": [text]},
+        "max_tokens": 2000,
+        "seed": 7,
+        **fields,
+    }
+
+
+def test_an_answer_is_spoken_by_a_model_beside_it(server: Server, speaker: Path) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    asked = spoken(ANSWER, audio={"voice": "default", "format": "wav"})
+    extra = {"structured_outputs": asked.pop("structured_outputs")}
+    answer = client.chat.completions.create(**asked, extra_body=extra)
+    message = answer.choices[0].message
+    assert message.content is None
+    assert message.audio is not None
+    assert message.audio.transcript == ANSWER
+    assert message.audio.expires_at > answer.created
+    rate = SpeechFiles.read(speaker).sample_rate
+    whole = Encoder("wav", rate, rate).whole(expected(speaker, ANSWER, 7))
+    assert base64.b64decode(message.audio.data) == whole
+    # The conversation goes on as if the answer had been text.
+    lengths = []
+    for said in ({"audio": {"id": message.audio.id}}, {"content": ANSWER}, {"content": "."}):
+        turns = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": None, **said},
+            {"role": "user", "content": "Go on"},
+        ]
+        lengths.append(
+            post(server, "/v1/chat/completions", messages=turns, max_tokens=1).json()["usage"]["prompt_tokens"]
+        )
+    assert lengths[0] == lengths[1] > lengths[2]
+
+
+def test_a_streamed_answer_is_heard_while_it_is_written_and_survives_its_speaker(server: Server, speaker: Path) -> None:
+    # Words of the model's own, token by token: one text alone would come at once.
+    form = {"regex": "([a-z]{5} [a-z]{5} [a-z]{5} [a-z]{5}[.] ){12}"}
+    asked = spoken("", stream=True, stream_options={"include_usage": True}, audio={"format": "pcm16"})
+    asked |= {"structured_outputs": form}
+    heard, said = bytearray(), ""
+    text_when_first_heard = None
+    chunks = []
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=120) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            chunks.append(chunk)
+            audio = (chunk["choices"][0]["delta"].get("audio") or {}) if chunk["choices"] else {}
+            said += audio.get("transcript", "")
+            if audio.get("data"):
+                if text_when_first_heard is None:
+                    text_when_first_heard = said
+                    for worker in [child for child in server.children() if is_worker(child)]:
+                        if "also2" in " ".join(worker.cmdline()):
+                            worker.kill()
+                heard += base64.b64decode(audio["data"])
+    assert text_when_first_heard is not None
+    assert len(text_when_first_heard) < len(said) == 12 * 25
+    rate = SpeechFiles.read(speaker).sample_rate
+    assert bytes(heard) == Encoder("pcm", rate, 24_000).whole(expected(speaker, said, 7))
+    *_, named, last, usage = chunks
+    assert named["choices"][0]["delta"]["audio"]["id"].startswith("audio_")
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert usage["usage"]["completion_tokens_details"]["audio_tokens"] == 0
+
+
+def test_wishes_for_spoken_answers_that_do_not_fit_are_refused_by_field(server: Server) -> None:
+    for fields, field, words in (
+        ({"audio": {"voice": "nobody"}}, "audio.voice", "this model has default"),
+        ({"audio": {"model": "embed"}}, None, "needs a model that speaks texts"),
+        ({"audio": {"format": "ogg"}}, "audio.format", "Input should be 'wav'"),
+        ({"stream": True}, "audio.format", "must be pcm16 with stream"),
+        ({"n": 2}, "n", "must be 1"),
+        ({"logprobs": True}, "logprobs", "of a spoken answer"),
+        ({"modalities": ["text"], "audio": {"voice": "default"}}, "audio", "needs modalities"),
+        ({"modalities": ["video"]}, "modalities[0]", "Input should be 'text' or 'audio'"),
+    ):
+        refused = post(server, "/v1/chat/completions", **spoken(ANSWER, **fields))
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["param"], words in error["message"]) == (field, True), error
+
+
+def test_an_answer_without_words_is_silent(server: Server) -> None:
+    found = post(server, "/v1/chat/completions", **spoken("1, 2!", audio={"format": "pcm16"})).json()
+    assert found["choices"][0]["message"]["audio"] | {"id": "", "expires_at": 0} == {
+        "id": "",
+        "data": "",
+        "transcript": "1, 2!",
+        "expires_at": 0,
+    }
 
 
 def is_worker(process: psutil.Process) -> bool:

@@ -101,7 +101,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message | {"tool_calls": calls} if calls else message
 
 
-def _delta(piece: Piece) -> dict[str, Any]:
+def delta_of(piece: Piece) -> dict[str, Any]:
+    """The delta of a piece of an answer."""
     if isinstance(piece, Thought):
         return {"reasoning_content": piece.text, "reasoning": piece.text}
     if piece.content is not None:
@@ -164,7 +165,7 @@ def chat_frames(
         logprobs = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
         # A delta whose text is still held back has tokens, too.
         silent = logprobs is not None or (ids is not None and delta.count > 0)
-        deltas = [_delta(piece) for piece in delta.pieces] or [{"content": ""}] * silent
+        deltas = [delta_of(piece) for piece in delta.pieces] or [{"content": ""}] * silent
         rendered = [_chat_choice(delta.index, each, None, None if i else logprobs) for i, each in enumerate(deltas)]
         if ids is not None and rendered:
             rendered[0] |= ids.next(generation.choices[delta.index], delta.count)

@@ -124,6 +124,8 @@ def _tool_use(given: ChatBody) -> ToolUse:
     asked = _max_tokens(given)
     if asked is not None and asked < 1:
         raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
+    if given.audio is not None and not given.is_spoken:
+        raise invalid('audio needs modalities with "audio": ["text", "audio"]', "audio")
     if given.top_logprobs and not given.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     return use

@@ -22,6 +22,7 @@ from api_server.dialects.openai.schema import (
     ErrorAnswer,
     ExtendedBody,
 )
+from api_server.dialects.openai.spoken_chat import SpokenChat
 from api_server.generation.generation import Generation, generate
 from api_server.state import ServerState
 from api_server.web.endpoint import Call, Document, endpoint
@@ -62,6 +63,8 @@ def routes() -> list[BaseRoute]:
 async def chat_completions(call: Call) -> Response:
     body = await call.apart(lambda: requests.read(call, ChatBody))
     envelope = rendering.envelope(call.server, "chatcmpl", requests.adapter_of(call, body))
+    if body.is_spoken:
+        return await _spoken(call, body, envelope)
     generation = await generate(call.server, await requests.chat_request(call, body))
     writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
@@ -72,6 +75,23 @@ async def chat_completions(call: Call) -> Response:
     answer = rendering.chat_answer(envelope, choices, writer)
     extras.add_to_chat(answer, body, choices, call.server.tokenizer)
     return _json(answer)
+
+
+async def _spoken(call: Call, body: ChatBody, envelope: rendering.Envelope) -> Response:
+    """Answers a conversation by sound."""
+    spoken = SpokenChat(call, body, envelope)
+    generation = await generate(call.server, await requests.chat_request(call, body))
+
+    def close() -> None:
+        generation.close()
+        spoken.close()
+
+    if body.stream:
+        return EventStream(spoken.frames(generation), close, error_frame)
+    try:
+        return _json(await spoken.answer(generation))
+    finally:
+        close()
 
 
 async def completions(call: Call) -> Response:

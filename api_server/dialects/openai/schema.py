@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api_server.body.item_limits import MOST_TOKEN_IDS, Biases, StopIds, Tools, Turns
+from api_server.dialects.openai.spoken_schema import AnswerAudio, AudioDelta, AudioWish
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -169,6 +170,14 @@ class ChatBody(ExtendedBody):
     )
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn (default true)")
     continue_final_message: bool | None = Field(None, description="Continue the last message instead of a new turn")
+    modalities: Annotated[list[Literal["text", "audio"]], Field(max_length=2)] | None = Field(
+        None, description="With audio the answer is spoken by a model of this server that speaks"
+    )
+    audio: AudioWish | None = Field(None, description="How it is spoken; needs modalities with audio")
+
+    @property
+    def is_spoken(self) -> bool:
+        return "audio" in (self.modalities or [])
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -199,6 +208,7 @@ class PromptTokensDetails(BaseModel):
 
 class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int
+    audio_tokens: int | None = Field(None, description="Speech tokens of a spoken answer")
 
 
 class Usage(BaseModel):
@@ -227,11 +237,12 @@ class AnswerMessage(BaseModel):
     """
 
     role: Literal["assistant"]
-    content: str | None = Field(description="Null when there are only calls")
+    content: str | None = Field(description="Null when there are only calls, or the answer is spoken")
     refusal: None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
+    audio: AnswerAudio | None = None
 
 
 class TopLogprob(BaseModel):
@@ -300,6 +311,7 @@ class Delta(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    audio: AudioDelta | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -18,6 +18,7 @@ from api_server.body.unknown_fields import ALWAYS, Refusals, unless
 from api_server.body.validation import Mismatch, parse
 from api_server.dialects.openai.errors import error_frame, render_error
 from api_server.dialects.openai.schema import LONGEST_NAME, Body, ErrorAnswer
+from api_server.dialects.openai.spoken_schema import VoiceId
 from api_server.errors import invalid
 from api_server.speech.encoding import MEDIA_TYPES, Encoder, Format, Rate, check_installed, rate_of
 from api_server.speech.generated import GeneratedSpeech
@@ -30,10 +31,6 @@ from api_server.web.sse import EventStream, frame
 
 # Characters of a text, as OpenAI has it.
 MOST_CHARACTERS = 4096
-
-
-class VoiceId(Body):
-    id: str = Field(description="The voice's name")
 
 
 class SpeechBody(Body):

@@ -139,7 +139,7 @@ def test_the_old_form_of_a_call_is_a_call(live: LiveServer, tokenizer: Tokenizer
     )
     heard = [USER, {"role": "assistant", "audio": {"id": "a1"}}, USER]
     refused = post(live, "/v1/chat/completions", {"messages": heard, "max_tokens": 2})
-    assert refused.json()["error"]["param"] == "messages[1].audio"
+    assert refused.json()["error"]["param"] == "messages[1].audio.id"
 
 
 @pytest.mark.parametrize(

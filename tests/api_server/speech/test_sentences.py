@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_server.speech.sentences import sentences
+from api_server.speech.sentences import SentenceReader, sentences
 from tests.seeds import examples
 
 
@@ -41,3 +41,20 @@ def test_every_character_is_spoken_once_and_no_part_is_too_long(text: str, most:
     parts = sentences(text, most)
     assert all(0 < len(part) <= most for part in parts)
     assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+@given(st.lists(st.sampled_from(["a", "word ", ". ", ".", "!", "。", "」", "\n", ", ", "x" * 90, " ", '"'])), st.data())
+def test_a_text_in_pieces_is_cut_as_the_whole(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    reader = SentenceReader()
+    found = []
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        found += reader.add(text[begin:end])
+    assert found + reader.end() == sentences(text)
+
+
+def test_a_sentence_is_there_before_the_next_one_ends() -> None:
+    reader = SentenceReader()
+    assert reader.add("the first train leaves at nine.") == []
+    assert reader.add(" the") == ["the first train leaves at nine."]
