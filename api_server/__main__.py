@@ -160,9 +160,8 @@ async def _serve(models: list[_Model], role: str, listeners: list[socket.socket]
         server.serve_also(other)
     application = create(server)
     engines = [state.engine for state in server.models]
-    otel = OtelSettings.of(os.environ)
-    tracing = traced(application, otel, engines, application.metrics.traced)
-    otel_metrics = measured(OtelMetricsSettings.of(os.environ), otel)
+    tracing = traced(application, OtelSettings.of(os.environ), engines, application.metrics.traced)
+    otel_metrics = measured(OtelMetricsSettings.of(os.environ))
     server.observers += [otel_metrics] if otel_metrics is not None else []
     config = uvicorn.Config(
         logged(tracing.application, settings),

@@ -94,6 +94,9 @@ class Accounts:
         """Counts the tokens that were generated for a client that has left."""
         self.finished(choice)
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        """Tokens of an answer that failed on the way are not counted."""
+
     def texts_submitted(self, shot: OneShot) -> None:
         use = self._use(shot.tenant, shot.model)
         if use is not None:
@@ -114,6 +117,9 @@ class Accounts:
 
     def clip(self, seconds: float, took: float) -> None:
         """Sound is counted by the tokens of its transcript, however many windows it has."""
+
+    def texts_failed(self, shot: OneShot, error: RequestFailed) -> None:
+        """The texts have been counted."""
 
     def image(self, seconds: float) -> None:
         """Images are counted by their tokens."""

@@ -38,6 +38,9 @@ class Observer(Protocol):
     def abandoned(self, choice: Choice) -> None:
         """The client went away (or another choice of the request failed) before the end."""
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        """The choice ended with this error after its start. `failed` of its request follows."""
+
     def texts_submitted(self, shot: OneShot) -> None:
         """The texts of a one-shot request go to the scheduler."""
 
@@ -46,6 +49,9 @@ class Observer(Protocol):
 
     def texts_abandoned(self, shot: OneShot) -> None:
         """The client of a one-shot request went away before the end."""
+
+    def texts_failed(self, shot: OneShot, error: RequestFailed) -> None:
+        """The one-shot request ended with this error after its submission. `failed` follows."""
 
     def image(self, seconds: float) -> None:
         """An image of a request is at hand, after `seconds` of reading it; 0: it was in the cache."""

@@ -219,8 +219,11 @@ class Generation:
                 continue
             if update.error is not None:
                 del self._running[submission]  # failed, which is not the same as abandoned
+                error = from_scheduler(update.error)
+                for observer in self._observers:
+                    observer.choice_failed(answer.choice, error)
                 self.close()
-                raise from_scheduler(update.error)
+                raise error
             if update.result is None:
                 continue
             if self._resume is None:

@@ -241,6 +241,9 @@ class Metrics:
         self._count(choice.request.request_path, Outcome.CANCELLED)
         self._note_lengths(choice)
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        """`failed` counts its request."""
+
     def texts_submitted(self, shot: OneShot) -> None:
         self._prompt_tokens.amount += shot.tokens
         self._validation.note(shot.submitted - shot.received)
@@ -269,6 +272,9 @@ class Metrics:
     def clip(self, seconds: float, took: float) -> None:
         self._audio_seconds.amount += seconds
         self._clip_seconds.note(took)
+
+    def texts_failed(self, shot: OneShot, error: RequestFailed) -> None:
+        """`failed` counts its request."""
 
     def image(self, seconds: float) -> None:
         self._images.amount += 1

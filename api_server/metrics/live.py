@@ -114,6 +114,9 @@ class LiveFigures:
         self.cached += choice.cached_tokens
         self._files.changed()
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        """Its tokens stay counted."""
+
     def texts_submitted(self, shot: OneShot) -> None:
         self.prompts += shot.tokens
         self._files.changed()
@@ -123,6 +126,9 @@ class LiveFigures:
         self._files.changed()
 
     def texts_abandoned(self, shot: OneShot) -> None:
+        """Its tokens stay counted."""
+
+    def texts_failed(self, shot: OneShot, error: RequestFailed) -> None:
         """Its tokens stay counted."""
 
     def image(self, seconds: float) -> None:

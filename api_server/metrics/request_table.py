@@ -100,6 +100,9 @@ class RequestTable:
         if entry is not None:
             self._ended.append(entry.row(state, choice))
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        self._open.pop(id(choice), None)
+
     def texts_submitted(self, shot: OneShot) -> None:
         """One-shot requests have no decisions to show."""
 
@@ -107,6 +110,9 @@ class RequestTable:
         """One-shot requests have no decisions to show."""
 
     def texts_abandoned(self, shot: OneShot) -> None:
+        """One-shot requests have no decisions to show."""
+
+    def texts_failed(self, shot: OneShot, error: RequestFailed) -> None:
         """One-shot requests have no decisions to show."""
 
     def image(self, seconds: float) -> None:

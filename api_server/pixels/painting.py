@@ -44,8 +44,8 @@ class Painting:
         try:
             async for values in self._submission.texts():
                 yield values
-        except RequestFailed:
-            self._report.failed()
+        except RequestFailed as error:
+            self._report.failed(error)
             raise
         self._report.finished()
 
@@ -54,8 +54,8 @@ class Painting:
         try:
             async for update in self._submission.with_previews():
                 yield update
-        except RequestFailed:
-            self._report.failed()
+        except RequestFailed as error:
+            self._report.failed(error)
             raise
         self._report.finished()
 

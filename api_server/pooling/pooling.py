@@ -110,8 +110,9 @@ async def pool(call: Call, batch: TextBatch, ask: Ask) -> Pooled:
     report = Report(server, shot)
     try:
         values = await server.engine.pool(context, scheduling.current.get())
-    except RequestFailed:
-        raise  # the endpoint records it
+    except RequestFailed as error:
+        report.failed(error)
+        raise
     except BaseException:
         report.left()
         raise

@@ -6,6 +6,7 @@ import time
 
 from api_server import access_log
 from api_server.answers.one_shot import OneShot
+from api_server.errors import RequestFailed
 from api_server.state import ServerState
 
 
@@ -29,9 +30,13 @@ class Report:
         for observer in self._server.observers:
             observer.texts_pooled(self.shot)
 
-    def failed(self) -> None:
-        """The endpoint reports its error."""
+    def failed(self, error: RequestFailed) -> None:
+        """It ends with an error, which the endpoint records as well."""
+        if self._has_ended:
+            return
         self._has_ended = True
+        for observer in self._server.observers:
+            observer.texts_failed(self.shot, error)
 
     def left(self) -> None:
         """The client has gone away. Nothing where the request has ended."""

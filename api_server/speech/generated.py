@@ -94,8 +94,8 @@ class GeneratedSpeech:
                 raise RequestFailed(
                     ErrorKind.GENERATION_FAILED, "the model has made no sound of this text: try another seed"
                 )
-        except RequestFailed:
-            self._report.failed()
+        except RequestFailed as error:
+            self._report.failed(error)
             raise
         self._report.finished()
 

@@ -59,8 +59,8 @@ class Speech:
                 self._sound.first = self._sound.first or time.monotonic()
                 self._sound.seconds += len(samples) / self.sample_rate
                 yield samples
-        except RequestFailed:
-            self._report.failed()
+        except RequestFailed as error:
+            self._report.failed(error)
             raise
         self._report.finished()
 

@@ -19,6 +19,7 @@ from api_server.errors import RequestFailed
 from api_server.release import release
 from api_server.tracing import names
 from api_server.tracing.daemon_call import daemon_call
+from api_server.tracing.library_log import MetricsLog
 from api_server.tracing.resource import resource
 from shared.otel_settings import OtelMetricsSettings
 
@@ -34,7 +35,8 @@ _BY_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
 class OtelMetrics:
     """The histograms of one API process."""
 
-    def __init__(self, settings: OtelMetricsSettings, latest_names: bool) -> None:
+    def __init__(self, settings: OtelMetricsSettings) -> None:
+        self._library = MetricsLog()
         reader = PeriodicExportingMetricReader(
             OTLPMetricExporter(),
             export_interval_millis=settings.interval * 1000,
@@ -55,7 +57,7 @@ class OtelMetrics:
         self._token = meter.create_histogram(
             "gen_ai.server.time_per_output_token", "s", "Other tokens", explicit_bucket_boundaries_advisory=_BY_TOKEN
         )
-        self._provider_name = {names.provider(latest_names): names.PROVIDER}
+        self._provider_name = {names.provider(settings.latest_names): names.PROVIDER}
 
     async def close(self) -> None:
         """Send the last sums, for a bounded time."""
@@ -63,6 +65,7 @@ class OtelMetrics:
         await asyncio.wait([ending], timeout=SECONDS_TO_END)
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
+        self._library.close()
 
     def received(self, path: str) -> None:
         """Nothing is measured before a request is validated."""
@@ -82,6 +85,9 @@ class OtelMetrics:
     def abandoned(self, choice: Choice) -> None:
         self._note(choice, {names.ERROR_TYPE: "cancelled"})
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        self._note(choice, {names.ERROR_TYPE: str(error.kind)})
+
     def texts_submitted(self, shot: OneShot) -> None:
         """They are measured when they end."""
 
@@ -91,6 +97,9 @@ class OtelMetrics:
     def texts_abandoned(self, shot: OneShot) -> None:
         self._note_shot(shot, {names.ERROR_TYPE: "cancelled"})
 
+    def texts_failed(self, shot: OneShot, error: RequestFailed) -> None:
+        self._note_shot(shot, {names.ERROR_TYPE: str(error.kind)})
+
     def image(self, seconds: float) -> None:
         """Images have no place in these metrics."""
 
@@ -98,7 +107,7 @@ class OtelMetrics:
         """Clips of sound have no place in these metrics."""
 
     def failed(self, path: str, error: RequestFailed) -> None:
-        """A request that was refused has no duration. One that failed later is abandoned."""
+        """A request that was refused has no duration. What failed later has been measured."""
 
     def _note(self, choice: Choice, more: dict[str, str]) -> None:
         about = {names.OPERATION: "chat" if choice.request.messages else "text_completion"}

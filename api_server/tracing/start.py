@@ -51,10 +51,10 @@ def traced(
     return Tracing(Traced(application, exporter), exporter)
 
 
-def measured(settings: OtelMetricsSettings | None, traces: OtelSettings | None) -> OtelMetrics | None:
+def measured(settings: OtelMetricsSettings | None) -> OtelMetrics | None:
     """The observer that sends metrics, if there are to be any."""
     if settings is None:
         return None
     from api_server.tracing.otel_metrics import OtelMetrics
 
-    return OtelMetrics(settings, traces is not None and traces.latest_names)
+    return OtelMetrics(settings)

@@ -174,8 +174,11 @@ class Transcription:
                 if delta := self._delta(self.text):
                     yield delta
             self._end(Finish("stop_token", self._files.end))
-        except RequestFailed:
-            self._is_reported = True  # with the answer that has the error
+        except RequestFailed as error:
+            if not self._is_reported:
+                self._is_reported = True
+                for observer in self._server.observers:
+                    observer.choice_failed(answer, error)
             raise
         finally:
             self.close()

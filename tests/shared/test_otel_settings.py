@@ -72,6 +72,8 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SettingsError, match=r"no_such_package.at_all is missing: install tokenyard\[otel\]"):
         OtelSettings.of(ENDPOINT)
     assert OtelSettings.of({}) is None
+    with pytest.raises(SettingsError, match=r"asks for metrics .* set OTEL_METRICS_EXPORTER=none"):
+        OtelMetricsSettings.of({"OTEL_METRICS_EXPORTER": "otlp"})
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         (ENDPOINT | {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}, None),
         (ENDPOINT | {"OTEL_METRICS_EXPORTER": "otlp"}, 60.0),
         ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://x", "OTEL_METRIC_EXPORT_INTERVAL": "5000"}, 5.0),
+        ({"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_COMPRESSION": "gzip"}, 60.0),
     ],
 )
 def test_metrics_want_a_word_of_their_own(environ: dict[str, str], interval: float | None) -> None:
@@ -96,8 +99,26 @@ def test_metrics_want_a_word_of_their_own(environ: dict[str, str], interval: flo
         ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "x:4318"),
         ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "grpc"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "0"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "x:4318"),
+        ("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT", "10s"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "0"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+        ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "sums"),
+        ("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "buckets"),
     ],
 )
 def test_metrics_that_cannot_be_sent_are_refused(name: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=name):
+    with pytest.raises(SettingsError, match=f"{name} must be .*'{value}'"):
         OtelMetricsSettings.of({"OTEL_METRICS_EXPORTER": "otlp", name: value})
+
+
+def test_metrics_alone_follow_the_names_of_traces() -> None:
+    environ = {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_SEMCONV_STABILITY_OPT_IN": "gen_ai_latest_experimental"}
+    assert OtelMetricsSettings.of(environ) == OtelMetricsSettings(latest_names=True)
+
+
+def test_a_signals_own_protocol_goes_before_that_of_all() -> None:
+    environ = {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    own = {f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL": "http/protobuf" for signal in ("TRACES", "METRICS")}
+    assert OtelMetricsSettings.of(environ | own) == OtelMetricsSettings()
+    assert OtelSettings.of(ENDPOINT | environ | own) == OtelSettings()

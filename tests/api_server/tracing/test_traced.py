@@ -17,12 +17,13 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk")
 
+from api_server.answers.one_shot import OneShot
 from api_server.text.tokenizer import Tokenizer
 from api_server.trace_context import TraceContext
 from api_server.tracing.exporter import ASKED_AT_ONCE, Exporter
 from api_server.tracing.library_log import LibraryLog
 from api_server.tracing.start import measured
-from interfaces import Decision, Stage
+from interfaces import Decision, ErrorCode, RequestError, Stage
 from interfaces.messages import Submit
 from shared.endpoints import RunDirectory
 from shared.otel_settings import OtelMetricsSettings, OtelSettings
@@ -297,7 +298,7 @@ def counted(live: LiveServer) -> dict[str, float]:
 
 
 def test_metrics_are_sent_when_a_process_ends(start: Start, collector: Collector) -> None:
-    metrics = measured(OtelMetricsSettings(interval=3600.0), None)
+    metrics = measured(OtelMetricsSettings(interval=3600.0, latest_names=True))
     assert metrics is not None
     with start(OtelSettings()) as live:
         live.state.observers.append(metrics)
@@ -314,8 +315,48 @@ def test_metrics_are_sent_when_a_process_ends(start: Start, collector: Collector
         assert {name: count for name, (count, *_) in by_operation.items()} == {"chat": 1, "text_completion": 2}
         assert all(total >= 0 for _, total, _ in by_operation.values())
         assert all(about["gen_ai.request.model"] == model for *_, about in by_operation.values())
+        assert all(about["gen_ai.provider.name"] == "tokenyard" for *_, about in by_operation.values())
         assert SECRET not in repr(points)
 
 
+def test_what_fails_after_its_start_has_a_duration_with_its_error(start: Start, collector: Collector) -> None:
+    metrics = measured(OtelMetricsSettings(interval=3600.0))
+    assert metrics is not None
+    with start(OtelSettings()) as live:
+        live.state.observers.append(metrics)
+        live.double.refuse = RequestError(ErrorCode.FAILED, "the model is broken")
+        answer = HTTP.post(live.url + "/v1/chat/completions", json=chat())
+        assert answer.status_code == 500
+    asyncio.run(metrics.close())
+    assert set(collector.histograms) == {"gen_ai.server.request.duration"}
+    ((count, total, about),) = collector.histograms["gen_ai.server.request.duration"]
+    assert (count, about["error.type"], about["gen_ai.system"]) == (1, "generation_failed", "tokenyard")
+    assert total > 0
+
+
+async def test_what_a_collector_does_not_take_of_metrics_is_one_line(
+    collector: Collector, lines: list[logging.LogRecord]
+) -> None:
+    collector.status = 401
+    metrics = measured(OtelMetricsSettings(interval=0.01))
+    assert metrics is not None
+    metrics.texts_abandoned(OneShot("/v1/embeddings", 0.0, 1, 1, "", "model"))
+    await asyncio.to_thread(collector.wait, lambda: collector.exports >= 3)
+    await metrics.close()
+    (line,) = [one for one in lines if one.name.startswith(("tokenyard", "opentelemetry"))]
+    assert (line.name, line.levelno) == ("tokenyard", logging.WARNING)
+    assert line.getMessage().startswith("metrics were not sent: ")
+    assert "401" in line.getMessage()
+
+
+def test_lines_about_metrics_are_no_reason_of_spans() -> None:
+    library = LibraryLog()
+    try:
+        logging.getLogger("opentelemetry.exporter.otlp.proto.http.metric_exporter").error("Failed")
+        assert library.take() == ""
+    finally:
+        library.close()
+
+
 def test_without_a_word_in_the_environment_no_metrics_are_sent() -> None:
-    assert measured(None, OtelSettings()) is None
+    assert measured(None) is None

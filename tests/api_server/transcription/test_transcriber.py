@@ -98,6 +98,9 @@ class Watcher:
     def abandoned(self, choice: Choice) -> None:
         self.events.append("abandoned")
 
+    def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
+        self.events.append("failed")
+
 
 @dataclass
 class Place:
@@ -172,7 +175,7 @@ async def test_a_transcription_that_fails_is_left_to_the_answer_with_its_error(p
     with pytest.raises(RequestFailed, match="the worker is gone") as caught:
         await place.transcription(language="en").collect()
     assert caught.value.kind is ErrorKind.UNAVAILABLE
-    assert place.watcher.events == ["started"]
+    assert place.watcher.events == ["started", "failed"]
 
 
 async def test_a_transcription_whose_client_leaves_is_abandoned_once(place: Place) -> None:
