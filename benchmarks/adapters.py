@@ -4,16 +4,25 @@ Makes 16 adapters with random weights for all linear layers. In each round the s
 the adapters are loaded and after they have gone; between, in turns, those of the base beside loaded adapters, of one
 adapter at one row, and of one, four and sixteen adapters over sixteen rows. A cost is the median over rounds of the
 ratio to the base's steps of that round, with the quartiles. Without --model the standard model is made for the
-occasion. Takes a few minutes.
+occasion.
+
+Each phase and each turn is told on standard error. A round has five turns at least, however long its steps take: a busy
+machine may need hours for what takes minutes. So no round begins that would not be over within --limit, the rounds so
+far are shown, and the exit status is 1 if they are fewer than asked for. What hangs is ended by a watchdog, which shows
+the stacks of all threads: preparation after an hour, rounds a minute after twice the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
+import signal
 import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +35,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from benchmarks import forward
-from benchmarks.standard_model import SIZES, standard_model
+from benchmarks.standard_model import LARGER, SIZES, standard_model
 from model_worker.backends.base import Backend
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
@@ -34,6 +43,10 @@ from model_worker.runner import ModelRunner
 
 LOADED = 16
 ROWS = 16
+# Steps of a turn: so few that five turns of all cases fit into a round on a slow machine, too.
+STEPS = 4
+# Most that the model, its kernels and the adapters may take.
+PREPARATION_SECONDS = 3600.0
 # Most that a row may cost beside one of the base, as a share.
 _TARGETS = {"one of one": 0.08, "sixteen of four": 0.20, "base of one": 0.01, "base of sixteen": 0.01}
 
@@ -85,24 +98,62 @@ def _with(work: forward.Work, handles: Sequence[int]) -> forward.Work:
     return replace(work, batch=replace(work.batch, adapters=np.array(handles, np.int32)))
 
 
+class Deadline:
+    """When no further round may begin. The watchdog ends a process that hangs."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` count from `begin_rounds` on."""
+        self._seconds = seconds
+        self._start = self._first_round = time.monotonic()
+        # It needs neither Python's interpreter nor its lock.
+        faulthandler.dump_traceback_later(PREPARATION_SECONDS, exit=True)
+
+    def begin_rounds(self) -> None:
+        self._first_round = time.monotonic()
+        faulthandler.dump_traceback_later(2 * self._seconds + 60, exit=True)
+
+    def has_room(self, seconds: float) -> bool:
+        """Whether a round that takes so long would be over in time."""
+        return time.monotonic() - self._first_round + seconds <= self._seconds
+
+    def tell(self, what: str) -> None:
+        print(f"{time.monotonic() - self._start:6.0f} s  {what}", file=sys.stderr, flush=True)
+
+
 def rounds(
-    runner: ModelRunner, folders: Sequence[Path], found: Sequence[Case], count: int, seconds: float
+    runner: ModelRunner,
+    folders: Sequence[Path],
+    found: Sequence[Case],
+    count: int,
+    seconds: float,
+    deadline: Deadline,
 ) -> dict[str, list[float]]:
-    """Return the ratio of each case's median step to that of the base, by round."""
+    """Return the ratio of each case's median step to that of the base, by round: of as many as there is time for."""
     backend = runner.backend
     plains = {case.plain.name: case.plain for case in found}
     ratios: dict[str, list[float]] = {case.name: [] for case in found}
-    for _ in range(count):
+    longest = 0.0
+    deadline.begin_rounds()
+    for number in range(1, count + 1):
+        begun = time.monotonic()
+        if not deadline.has_room(longest):
+            deadline.tell(f"round {number} of {count} is left out: it would take {longest:.0f} s, beyond --limit")
+            break
         # Half before the adapters are there, and half after they have gone.
+        deadline.tell(f"round {number} of {count}: the base alone")
         before = _medians(runner, plains, seconds / 2)
+        deadline.tell(f"round {number} of {count}: loading {len(folders)} adapters")
         for handle, folder in enumerate(folders, start=1):
             backend.load_adapter(handle, str(folder))
+        deadline.tell(f"round {number} of {count}: {len(found)} cases with adapters loaded")
         times = _medians(runner, {case.name: case.work for case in found}, seconds)
         _drop_all(backend, len(folders))
+        deadline.tell(f"round {number} of {count}: the base alone, once more")
         after = _medians(runner, plains, seconds / 2)
         for case in found:
             plain = (before[case.plain.name] + after[case.plain.name]) / 2
             ratios[case.name].append(times[case.name] / plain)
+        longest = max(longest, time.monotonic() - begun)
     return ratios
 
 
@@ -115,7 +166,7 @@ def _medians(runner: ModelRunner, works: Mapping[str, forward.Work], seconds: fl
     """Time works in turns. Returns the median time of each."""
 
     def action(work: forward.Work) -> Callable[[], None]:
-        return lambda: forward.greedy_steps(runner, work)
+        return lambda: forward.greedy_steps(runner, work, STEPS)
 
     times = forward.times_in_turns([action(work) for work in works.values()], seconds)
     return {name: statistics.median(own) for name, own in zip(works, times, strict=True)}
@@ -135,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adapters", description=__doc__)
     add = parser.add_argument
     add("--model", type=Path, help="a Hugging Face directory or GGUF file; else the standard model")
-    add("--size", choices=sorted(SIZES), default="135m", help="of the standard model")
+    add("--size", choices=sorted({*SIZES, *LARGER}), default="135m", help="of the standard model")
     add("--dtype", default="auto")
     add("--quantization", default="none", help="none or int8")
     add("--threads", type=int, default=torch.get_num_threads())
@@ -143,24 +194,43 @@ def main() -> None:
     add("--context", type=int, default=256, help="tokens of each row")
     add("--rounds", type=int, default=6, help="how often adapters are loaded and unloaded")
     add("--seconds", type=float, default=1.0, help="for each figure of a round")
+    add("--limit", type=float, default=1200.0, help="seconds for all rounds: none begins that would take longer")
     options = parser.parse_args()
+    if options.limit <= 0 or options.rounds < 1 or options.seconds <= 0:
+        parser.error("--limit, --rounds and --seconds must be above 0")
     torch.set_num_threads(options.threads)
+    deadline = Deadline(options.limit)
+    signal.signal(signal.SIGTERM, _end_by_signal)
     with tempfile.TemporaryDirectory() as name:
+        deadline.tell("making the model" if options.model is None else f"reading {options.model}")
         path = options.model or standard_model(Path(name) / "model", options.size)
+        deadline.tell("loading the model, and compiling kernels that are not there yet (minutes)")
         loaded = load_model(path, options.dtype, "cpu", lambda *_: None, quantization=options.quantization)
         if loaded.stack is None:
             parser.error(f"{loaded.architecture} is not served by the fused stack, whose costs are measured here")
+        deadline.tell(f"making {LOADED} adapters")
         folders = [make_adapter(loaded, Path(name) / str(seed), options.rank, seed) for seed in range(LOADED)]
         found = cases(loaded, options.context)
         runner = ModelRunner(loaded, int(found[-1].work.batch.block_tables.max()) + 1, forward.BLOCK_SIZE)
+        deadline.tell("making copies of weights")
         forward.wait_for_copies({"": runner}, found[0].work)
-        ratios = rounds(runner, folders, found, options.rounds, options.seconds)
+        ratios = rounds(runner, folders, found, options.rounds, options.seconds, deadline)
+    faulthandler.cancel_dump_traceback_later()
+    done = len(ratios[found[0].name])
     console = Console(width=110)
     console.print(
         f"{loaded.architecture}, {loaded.parameter_count / 1e6:.0f}M parameters, {loaded.dtype}, rank {options.rank}, "
-        f"{options.threads} threads, {options.rounds} rounds; load average {os.getloadavg()[0]:.1f}"
+        f"{options.threads} threads, {done} of {options.rounds} rounds; load average {os.getloadavg()[0]:.1f}"
     )
-    console.print(table(ratios))
+    if done:
+        console.print(table(ratios))
+    if done < options.rounds:
+        sys.exit(f"only {done} of {options.rounds} rounds ended within {options.limit:.0f} s: raise --limit")
+
+
+def _end_by_signal(number: int, _frame: object) -> None:
+    """End with a word: SystemExit removes the temporary folder, too."""
+    sys.exit(f"ended by signal {number} ({signal.Signals(number).name})")
 
 
 if __name__ == "__main__":

@@ -180,17 +180,17 @@ def measure(runners: Mapping[str, ModelRunner], work: Work, seconds: float) -> d
     return {name: [duration / steps for duration in own] for name, own in zip(runners, times, strict=True)}
 
 
-def greedy_steps(runner: ModelRunner, work: Work) -> None:
+def greedy_steps(runner: ModelRunner, work: Work, count: int = GREEDY_STEPS) -> None:
     """Run greedy steps in a row, as an executor does: launched ahead where the backend does that."""
     rows = len(work.batch.logit_positions)
     if not runner.backend.overlaps:
-        for _ in range(GREEDY_STEPS):
+        for _ in range(count):
             runner.backend.greedy(replace(work.batch), np.zeros(rows, np.bool_))
         return
     known = np.full(work.batch.num_tokens, -1)
     deferred = DeferredTokens(known, np.full(rows, -1), np.empty(0, np.int64))
     launched = runner.backend.launch(replace(work.batch), deferred)
-    for _ in range(GREEDY_STEPS - 1):
+    for _ in range(count - 1):
         following = runner.backend.launch(replace(work.batch), deferred)
         launched()
         launched = following

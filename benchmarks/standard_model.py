@@ -1,4 +1,4 @@
-"""The model of the standard benchmarks: a Llama of 135 million random bf16 weights, and a tiny one beside it.
+"""The model of the standard benchmarks: a Llama of 135 million random bf16 weights, and others of random weights.
 
 `python -m benchmarks.standard_model DIR [--size tiny]` writes it in Hugging Face form, the same bytes each time;
 `tokenyard serve DIR` serves it. Weights are wide enough that greedy text depends on all of its context. The tokenizer
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 VOCABULARY = 49152
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END = SPECIAL.index("<|im_end|>")
-SIZES: Mapping[str, Mapping[str, int]] = {
+SIZES: Mapping[str, Mapping[str, Any]] = {
     "135m": {
         "hidden_size": 576,
         "num_hidden_layers": 30,
@@ -41,6 +41,19 @@ SIZES: Mapping[str, Mapping[str, int]] = {
         "intermediate_size": 128,
     },
 }
+# Sizes that no peer is prepared for. What differs from a Llama with this vocabulary is named.
+LARGER: Mapping[str, Mapping[str, Any]] = {
+    # The shape of Qwen2.5-0.5B.
+    "0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+    },
+}
 MERGE = ("Ġ", "a")
 """Some readers of the format refuse a tokenizer without any merge."""
 CHAT_TEMPLATE = (
@@ -53,16 +66,14 @@ def standard_model(directory: Path, size: str = "135m") -> Path:
     """Make the model in `directory`, unless it is there already."""
     if not (directory / "tokenizer.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        _save_weights(directory, SIZES[size])
+        _save_weights(directory, {**SIZES, **LARGER}[size])
         save_tokenizer(directory)
     return directory
 
 
-def _save_weights(directory: Path, shape: Mapping[str, int]) -> None:
+def _save_weights(directory: Path, shape: Mapping[str, Any]) -> None:
     config = AutoConfig.for_model(
-        "llama",
-        **shape,
-        vocab_size=VOCABULARY,
+        **{"model_type": "llama", "vocab_size": VOCABULARY, **shape},
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -89,7 +100,7 @@ def random_weights(
 ) -> torch.Tensor:
     """Draw the weights of a parameter. The first tokens of the vocabulary are so many special ones."""
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     weights: torch.Tensor = torch.randn(shape, generator=generator)
     if "embed_tokens" not in name:
         return weights * (1.5 / math.sqrt(shape[1:].numel()))
@@ -131,7 +142,7 @@ def save_tokenizer(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.standard_model", description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--size", choices=sorted(SIZES), default="135m")
+    parser.add_argument("--size", choices=sorted({*SIZES, *LARGER}), default="135m")
     options = parser.parse_args()
     print(standard_model(options.directory, options.size))
 

@@ -1,8 +1,9 @@
 """Adapters of texts that take one forward pass: which of them a worker may be sent, and which adapter it reads next.
 
-The texts of an adapter that a worker has not read wait. Workers read adapters in the order in which their requests
-came. Where one has no room yet, requests for others that came after it wait, too, so that it gets room; requests for
-the model itself go on. Knows adapters and requests. Does not know batches.
+The texts of an adapter that a worker has not read wait. Workers read adapters in the order of their requests'
+priorities, and of one priority in the order in which they came. Where one has no room yet, requests for others that
+come after it in this order wait, too, so that it gets room; requests for the model itself go on. Knows adapters and
+requests. Does not know batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from scheduler.workers import Worker
 def kinds_of(worker: Worker, wanted: Sequence[Adapter]) -> Collection[str]:
     """Return the kinds of texts that a worker may be sent now, and let it read adapters for which others wait.
 
-    `wanted` are the adapters for which texts wait, the first that came before others.
+    `wanted` are the adapters for which texts wait, the first that is to be read before others.
     """
     tasks = worker.hello.tasks
     held = worker.adapters

@@ -98,13 +98,13 @@ class OneShotQueue:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The adapters for which texts wait, in the order in which the next of their requests came."""
-        firsts: dict[Adapter, int] = {}
+        """The adapters for which texts wait: the highest priority first, then the first of their requests to come."""
+        firsts: dict[Adapter, tuple[int, int]] = {}
         for tenant in self._tenants.values():
-            for level in tenant.levels.values():
+            for (priority, _), level in tenant.levels.items():
                 level.prune()
                 if level.heap and (adapter := level.heap[0][3].adapter) is not None:
-                    order = level.heap[0][2]
+                    order = -priority, level.heap[0][2]
                     firsts[adapter] = min(order, firsts.get(adapter, order))
         return sorted(firsts, key=lambda adapter: firsts[adapter])
 

@@ -23,6 +23,7 @@ from interfaces import (
     PooledValues,
     PoolingContext,
     PoolingTask,
+    SchedulingOptions,
     Submit,
     decode,
     encode,
@@ -63,7 +64,7 @@ class AdapterTextYard(TextYard):
         self.drain()
         return self.statuses.pop()
 
-    def ask(self, name: str, texts: list[list[int]]) -> int:
+    def ask(self, name: str, texts: list[list[int]], priority: int = 0) -> int:
         digests = {one.name: one.digest for one in self.scheduler.adapters.status() if one.state == 1}
         digest = digests[name] if name else ""
         handle = len(self.asked)
@@ -71,12 +72,13 @@ class AdapterTextYard(TextYard):
         context = PoolingContext.of(
             texts, PoolingTask.EMBED, request_id=f"r{handle}", adapter=name, adapter_digest=digest
         )
-        self.submit_context(handle, context)
+        self.submit_context(handle, context, priority)
         return handle
 
-    def submit_context(self, handle: int, context: PoolingContext) -> None:
+    def submit_context(self, handle: int, context: PoolingContext, priority: int = 0) -> None:
         self.asked[handle] = Asked(context)
-        self.scheduler.submit(REPLICA, decode(encode(Submit(handle, context))))
+        scheduling = SchedulingOptions(priority=priority)
+        self.scheduler.submit(REPLICA, decode(encode(Submit(handle, context, scheduling))))
         self.read()
 
     def turn(self) -> bool:
@@ -185,6 +187,18 @@ def test_an_adapter_without_room_is_not_overtaken_for_ever() -> None:
     yard.drain()
     for handle in busy:
         yard.check(handle)
+
+
+def test_adapters_are_read_by_the_priority_of_their_requests() -> None:
+    """The texts that came first hold nothing up whose priority is higher, although there is room for one adapter."""
+    yard = AdapterTextYard(memory=SIZE)
+    for content, name in enumerate("abcd", 1):
+        yard.load(name, content)
+    asked = [yard.ask("a", texts(2)), yard.ask("b", texts(2), -1), yard.ask("c", texts(2)), yard.ask("d", texts(2), 2)]
+    yard.drain()
+    for handle in asked:
+        yard.check(handle)
+    assert list(dict.fromkeys(yard.computed)) == [4, 1, 3, 2]
 
 
 def test_requests_keep_the_content_that_was_unloaded_and_late_ones_are_refused() -> None:
