@@ -22,8 +22,11 @@ from scheduler.workers import Worker
 # Seconds that rows in decode may take in a step while only such rows are there; prompts may add `PREFILL_SHARE` of it.
 # It is more on a device whose shortest steps are longer.
 STEP_SECONDS = 0.025
-# Steps after which one is as long as it would be anyway. Otherwise a length that was measured wrongly stays so.
+# Steps after which one is longer. Otherwise a length that was measured wrongly stays so.
 STEPS_BETWEEN_LONG_ONES = 256
+# Prompts of a longer step may have this many times as many tokens. Who comes meanwhile waits for it: without a limit
+# one step in so many would take as long as all short ones between two such.
+LONG_STEP = 4
 
 
 def alone(worker: Worker) -> bool:
@@ -38,7 +41,9 @@ def rows_of_step(worker: Worker, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         return rows
     if not alone(worker):
         return rows[worker.prefix_waits.ages(rows) < BACKGROUND_ORDER]
-    most = None if _long_step(worker) else worker.prefill_budget.rows_within(STEP_SECONDS)
+    most = worker.prefill_budget.rows_within(STEP_SECONDS)
+    if most is not None and _long_step(worker):
+        most = 2 * most + 1  # those whose step was too long: times are known by powers of two
     decoding = rows[table.num_tokens[rows] - table.num_computed_tokens[rows] == 1]
     if most is None or len(decoding) <= most:
         return rows
@@ -51,12 +56,13 @@ def budget(worker: Worker, rows: NDArray[np.int32], tokens: int) -> int:
 
     So many rows in decode as were never measured get a step to themselves: its length is not known.
     """
-    if not alone(worker) or _long_step(worker):
+    if not alone(worker):
         return tokens
     table = worker.rows
     decoding = int((table.num_tokens[rows] - table.num_computed_tokens[rows] == 1).sum())
     known = worker.prefill_budget
-    prompts = known.tokens_within(STEP_SECONDS, PREFILL_SHARE) if known.knows(decoding) else 0
+    share = PREFILL_SHARE * (LONG_STEP if _long_step(worker) else 1)
+    prompts = known.tokens_within(STEP_SECONDS, share) if known.knows(decoding) else 0
     return tokens if prompts is None else min(tokens, decoding + prompts)
 
 

@@ -4,6 +4,8 @@ The cost of a worker is the number of tokens that it would have to compute for t
 is exact: it is the block table that the scheduler keeps for each worker, with the blocks that are being computed now.
 A prefix that many requests share therefore stays on one worker until the backlog there costs more than to compute the
 prefix anew elsewhere; from then on two workers have it.
+
+Rows of the lowest priority stand still beside others (`background.py`), so they are no backlog for these.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ ROWS_APART = 8
 class Choice(NamedTuple):
     """A worker that may run a sequence.
 
-    It has or is computing `match` of its tokens, would have to compute `new_tokens`, and has a backlog, in tokens.
+    It has or is computing `match` of its tokens, would have to compute `new_tokens`, and has a backlog, in tokens. It
+    runs so many sequences that run beside this one.
     """
 
     worker: Worker
     match: int
     new_tokens: int
     backlog: int
+    running: int
 
     @property
     def cost(self) -> int:
@@ -49,14 +53,14 @@ def least_cost(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> 
     choices = [choice_of(worker, sequence) for worker in workers]
     if len(choices) < 2:
         return choices
-    fewest = min(choice.worker.rows.running for choice in choices)
+    fewest = min(choice.running for choice in choices)
     most = fewest + max(ROWS_APART, fewest // 2)
-    best = max(choice.match for choice in choices if choice.worker.rows.running <= most)
+    best = max(choice.match for choice in choices if choice.running <= most)
 
-    def rank(choice: Choice) -> tuple[bool, int, int, int]:
-        running = choice.worker.rows.running
-        crowded = running > most and choice.match - best <= step_tokens
-        return crowded, choice.cost, running, choice.worker.hello.index
+    def rank(choice: Choice) -> tuple[bool, int, int, int, int]:
+        crowded = choice.running > most and choice.match - best <= step_tokens
+        # A short step of rows that will stand still may be under way where they are.
+        return crowded, choice.cost, choice.running, choice.worker.rows.running, choice.worker.hello.index
 
     return sorted(choices, key=rank)
 
@@ -64,5 +68,7 @@ def least_cost(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> 
 def choice_of(worker: Worker, sequence: Sequence) -> Choice:
     """What it costs to run a sequence on a worker."""
     match = worker.match_tokens(sequence)
-    backlog = worker.rows.tokens_to_compute() + TOKENS_OF_A_ROW * worker.rows.running
-    return Choice(worker, match, len(sequence.tokens) - match, backlog)
+    rows = worker.rows
+    running = rows.running if sequence.background else rows.running - rows.background
+    backlog = rows.tokens_to_compute(sequence.background) + TOKENS_OF_A_ROW * running
+    return Choice(worker, match, len(sequence.tokens) - match, backlog, running)

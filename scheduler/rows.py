@@ -91,10 +91,13 @@ class RowTable:
         unfinished &= (self.num_computed_tokens < self.upto) & ~self.awaits_adapter & (self.awaited == 0)
         return np.flatnonzero(self.in_use & unfinished).astype(np.int32)
 
-    def tokens_to_compute(self) -> int:
-        """Tokens of prompts that are still to be computed for all rows."""
+    def tokens_to_compute(self, background: bool = True) -> int:
+        """Tokens of prompts that are still to be computed for all rows, or for all but those of the lowest priority."""
         left = self.num_tokens - np.maximum(self.num_computed_tokens, self.awaited)
-        return int(left[self.in_use & (left > 1)].sum())
+        counted = self.in_use & (left > 1)
+        if not background:
+            counted &= self.order < BACKGROUND_ORDER
+        return int(left[counted].sum())
 
     def sequence(self, row: int) -> Sequence:
         """The owner of a row in use. ValueError for a free row."""

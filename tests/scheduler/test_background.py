@@ -147,12 +147,49 @@ def test_who_comes_to_a_batch_waits_for_one_short_step() -> None:
         yard.until_token(handle)
         long = any(background_steps_are_long(number) for number in range(ahead - 2, ahead + 2))
         own = STEP + TOKEN * PROMPT + ROW
-        if not long:
-            # Rows are counted in powers of two, so their step may take twice as long as the one that was measured.
-            longest = (2 + PREFILL_SHARE) * background.STEP_SECONDS
-            assert yard.times[handle][0] - yard.sent[handle] <= longest + own
+        # Rows are counted in powers of two, so their step may take twice as long as the one that was measured.
+        share = PREFILL_SHARE * (background.LONG_STEP if long else 1)
+        longest = ((4 if long else 2) + share) * background.STEP_SECONDS
+        assert yard.times[handle][0] - yard.sent[handle] <= longest + own
         yard.until_end(handle)
     yard.finish()
+
+
+def test_no_step_of_a_batch_is_as_long_as_the_operator_allows() -> None:
+    """Long prompts alone: without a limit each of the longer steps has all of a step's tokens."""
+    yard = TimedYard(replace(LIMITS, max_batch_tokens=2048), max_model_len=2500)
+    yard.closed_loop(2, 2)
+    yard.until(lambda: yard.scheduler.running == 0)
+    begun = len(yard.steps)
+    for handle in range(BACKGROUND, BACKGROUND + 8):
+        yard.ask(handle, length=2000, answer=2)
+    numbers = range(begun, begun + 2 * background.STEPS_BETWEEN_LONG_ONES + 10)
+    yard.until(lambda: len(yard.steps) >= numbers.stop)
+    # The token's time, with its share of the step's own, is what was measured.
+    assert any(tokens > 0 for _, tokens in yard.steps[begun : numbers.stop])
+    most = background.LONG_STEP * PREFILL_SHARE * background.STEP_SECONDS / TOKEN
+    assert max(tokens for _, tokens in yard.steps[begun : numbers.stop]) <= most
+
+
+def test_a_users_request_is_placed_as_if_no_batch_were_there() -> None:
+    yard = Yard(limits(), workers=2, num_blocks=2000)
+    first, second = yard.scheduler.workers.values()
+
+    def ask(handle: int, priority: int) -> None:
+        prompt = [random.Random(handle).randrange(VOCAB) for _ in range(PROMPT)]
+        context = TextContext.from_prompt(prompt, SamplingParams(seed=handle, max_new_tokens=ANSWER))
+        yard.scheduler.submit(REPLICA, Submit(handle, context, SchedulingOptions(priority=priority)))
+
+    ask(0, 0)
+    yard.scheduler.next_steps()
+    for handle in range(BACKGROUND, BACKGROUND + 20):
+        ask(handle, LOWEST_PRIORITY)
+    yard.scheduler.next_steps()
+    assert [worker.rows.background for worker in (first, second)] == [0, 20]
+    for handle in range(1, 6):
+        ask(handle, 0)
+    yard.scheduler.next_steps()
+    assert [worker.rows.running - worker.rows.background for worker in (first, second)] == [3, 3]
 
 
 def background_steps_are_long(number: int) -> bool:
