@@ -207,6 +207,22 @@ def test_a_streamed_answer_is_heard_while_it_is_written_and_survives_its_speaker
     assert usage["usage"]["completion_tokens_details"]["audio_tokens"] == 0
 
 
+def test_a_client_that_leaves_ends_the_text_and_its_sound(server: Server) -> None:
+    names = ('tokenyard_requests_total{outcome="cancelled"', "tokenyard_scheduler_cancelled_total")
+    before = server.totals(*names)
+    asked = spoken("", stream=True, audio={"format": "pcm16"})
+    # Longer than anybody waits.
+    asked |= {"structured_outputs": {"regex": "([a-z]{5} [a-z]{5} [a-z]{5} [a-z]{5}[.] ){80}"}}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=120) as response:
+        assert any('"data"' in line for line in response.iter_lines())
+
+    def has_ended() -> bool:
+        *counts, running = server.totals(*names, "tokenyard_requests_running")
+        return all(count > old for count, old in zip(counts, before, strict=True)) and not running
+
+    server.wait_for("the end of the text and of its sound", 60, has_ended)
+
+
 def test_wishes_for_spoken_answers_that_do_not_fit_are_refused_by_field(server: Server) -> None:
     for fields, field, words in (
         ({"audio": {"voice": "nobody"}}, "audio.voice", "this model has default"),
