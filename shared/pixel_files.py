@@ -1,7 +1,7 @@
 """What the JSON files of a diffusers pipeline say: its family, and the sizes and steps of its images.
 
-Reads model_index.json, scheduler_config.json, and the config.json of the denoiser and of the VAE. Knows neither torch
-nor diffusers, so that the API server reads the same facts as the worker.
+Reads model_index.json, scheduler_config.json, the config.json of the denoiser and of the VAE, and
+generation_config.json. Knows neither torch nor diffusers, so that the API server reads the same facts as the worker.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from shared.pooling_modules import file_of, object_of
 
 # The file that makes a folder a pipeline of diffusers.
 INDEX = "model_index.json"
+# The file in which a checkpoint may name the steps and the guidance that suit it.
+_DEFAULTS = "generation_config.json"
 # Pixels of an image, and of a side.
 MOST_PIXELS = 2048 * 2048
 MOST_SIDE = 4096
-# Denoising steps of an image.
+# Denoising steps of an image, and guidance.
 MOST_STEPS = 200
+MOST_GUIDANCE = 50
 # Tokens that CLIP reads of a description, with its first and its last.
 _CLIP_TOKENS = 77
 # Patches of a side that a patched denoiser knows places for, where its config names no number.
@@ -103,6 +106,8 @@ class PixelFiles:
     denoiser: Mapping[str, Any]
     vae: Mapping[str, Any]
     schedule: Mapping[str, Any]
+    # Of generation_config.json.
+    defaults: Mapping[str, Any]
 
     @classmethod
     def read(cls, source: str | Path) -> PixelFiles:
@@ -119,7 +124,8 @@ class PixelFiles:
             )
         denoiser = _config(source, family.denoiser)
         schedule = object_of(source, "scheduler/scheduler_config.json")
-        return cls(str(source), kind, family, index, denoiser, _config(source, "vae"), schedule)
+        vae = _config(source, "vae")
+        return cls(str(source), kind, family, index, denoiser, vae, schedule, _defaults(source))
 
     @property
     def scale(self) -> int:
@@ -159,8 +165,13 @@ class PixelFiles:
 
     @property
     def default_steps(self) -> int:
-        """Denoising steps where a request names none."""
-        return min(self.family.steps, self.most_steps)
+        """Denoising steps where a request names none: what the checkpoint says, or diffusers' default."""
+        return min(int(self.defaults.get("num_inference_steps", self.family.steps)), self.most_steps)
+
+    @property
+    def default_guidance(self) -> float:
+        """Guidance where a request names none: what the checkpoint says, or diffusers' default."""
+        return float(self.defaults.get("guidance_scale", self.family.guidance))
 
     @property
     def longest_prompt(self) -> int:
@@ -194,6 +205,18 @@ def tokenizer_folder(source: str | Path) -> str:
     """Return the folder of the pipeline's first tokenizer. Its files are fetched first from the hub if need be."""
     found = [file_of(source, f"{_TOKENIZER}/{name}") for name in _TOKENIZER_FILES]
     return next((str(path.parent) for path in found if path is not None), str(source))
+
+
+def _defaults(source: str | Path) -> dict[str, Any]:
+    found = object_of(source, _DEFAULTS)
+    for name, least, most in (("num_inference_steps", 1, MOST_STEPS), ("guidance_scale", 0, MOST_GUIDANCE)):
+        value = found.get(name, least)
+        kinds = int if name == "num_inference_steps" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            raise ValueError(
+                f"{name} in {_DEFAULTS} of {source} must be a number from {least} to {most}, got {value!r}"
+            )
+    return found
 
 
 def _config(source: str | Path, folder: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def paint_facts(server: ServerState) -> dict[str, Any] | None:
     return {
         "size": f"{width}x{height}",
         "num_inference_steps": pixels.default_steps,
-        "guidance_scale": pixels.family.guidance,
+        "guidance_scale": pixels.default_guidance,
         "strength": pixels.family.strength,
         "original": pixels.family.original,
         "loras": list(server.settings.adapter_paths),

@@ -46,7 +46,7 @@ def context_of(files: PixelFiles, tokenizer: Tokenizer, wish: Wish) -> PaintingC
         height=height,
         width=width,
         steps=steps,
-        guidance_scale=files.family.guidance if wish.guidance_scale is None else wish.guidance_scale,
+        guidance_scale=files.default_guidance if wish.guidance_scale is None else wish.guidance_scale,
         previews=wish.previews,
         step_cache=wish.step_cache,
         strength=1.0 if wish.picture is None else strength_of(files, wish, steps),

@@ -54,6 +54,28 @@ def test_steps_are_those_of_the_schedule(tmp_path: Path, schedule: dict[str, int
     assert (files.most_steps, files.default_steps) == (most, default)
 
 
+def test_a_checkpoint_names_the_steps_and_the_guidance_that_suit_it(tmp_path: Path) -> None:
+    files_of(tmp_path)
+    own = tmp_path / "generation_config.json"
+    own.write_text(json.dumps({"num_inference_steps": 6, "guidance_scale": 1.5}))
+    files = PixelFiles.read(tmp_path)
+    assert (files.default_steps, files.default_guidance) == (6, 1.5)
+    own.write_text("{}")
+    files = PixelFiles.read(tmp_path)
+    assert (files.default_steps, files.default_guidance) == (50, 7.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_inference_steps", 0), ("num_inference_steps", 2.5), ("guidance_scale", "2"), ("guidance_scale", 51)],
+)
+def test_wrong_defaults_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    files_of(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=f"{name} in generation_config.json"):
+        PixelFiles.read(tmp_path)
+
+
 def test_a_long_text_encoder_reads_more(tmp_path: Path) -> None:
     files_of(tmp_path, SD3)
     path = tmp_path / "model_index.json"
@@ -65,7 +87,7 @@ def test_a_long_text_encoder_reads_more(tmp_path: Path) -> None:
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.sampled_from([8, 16, 64]))
 def test_the_nearest_size_is_possible_and_its_own_nearest(height: int, width: int, multiple: int) -> None:
     files = PixelFiles(
-        "", "", _FAMILY, {}, {"patch_size": multiple, "pos_embed_max_size": 4096}, {"block_out_channels": [8]}, {}
+        "", "", _FAMILY, {}, {"patch_size": multiple, "pos_embed_max_size": 4096}, {"block_out_channels": [8]}, {}, {}
     )
     nearest = files.nearest_size(height, width)
     assert all(side % multiple == 0 and 0 < side <= MOST_SIDE for side in nearest)

@@ -172,7 +172,7 @@ def _sizes(server: ServerState) -> dict[str, Any]:
         "default_size": f"{width}x{height}",
         "size_multiple": pixels.multiple,
         "default_steps": pixels.default_steps,
-        "default_guidance_scale": pixels.family.guidance,
+        "default_guidance_scale": pixels.default_guidance,
         "loras": list(server.settings.adapter_paths),
     }
 
