@@ -26,7 +26,7 @@ MOST_ENDED = 200
 
 
 class _Entry:
-    """One answer of a request; `choice` is None once it has gone without an end of its own, as failed ones do."""
+    """One answer of a request; `choice` is None once it has gone without an end that was reported."""
 
     __slots__ = ("_choice", "received", "tenant")
 
@@ -82,7 +82,7 @@ class RequestTable:
 
     def started(self, choice: Choice) -> None:
         if len(self._open) >= 2 * MOST_ENDED:
-            # Failed ones stay here until their choices are gone.
+            # One whose end was not reported stays here until its choice is gone.
             self._open = {key: entry for key, entry in self._open.items() if entry.choice is not None}
         self._open[id(choice)] = _Entry(choice)
 
@@ -95,13 +95,14 @@ class RequestTable:
     def abandoned(self, choice: Choice) -> None:
         self._end(choice, "client left")
 
-    def _end(self, choice: Choice, state: str) -> None:
+    def _end(self, choice: Choice, state: str, error: str | None = None) -> None:
         entry = self._open.pop(id(choice), None)
         if entry is not None:
-            self._ended.append(entry.row(state, choice))
+            row = entry.row(state, choice)
+            self._ended.append(row if error is None else row | {"finish": error})
 
     def choice_failed(self, choice: Choice, error: RequestFailed) -> None:
-        self._open.pop(id(choice), None)
+        self._end(choice, "failed", str(error.kind))
 
     def texts_submitted(self, shot: OneShot) -> None:
         """One-shot requests have no decisions to show."""
@@ -122,7 +123,7 @@ class RequestTable:
         """Clips of sound belong to no row."""
 
     def failed(self, path: str, error: RequestFailed) -> None:
-        """A failure names no choice; the row of a failed one goes with its choice."""
+        """A request that was refused has no row, and one that failed later has it."""
 
 
 def request_routes(table: RequestTable) -> list[Route]:

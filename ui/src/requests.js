@@ -82,7 +82,7 @@ function Table({ answer, chosen, onProblem }) {
             ${COLUMNS.map(([, of]) => html`<td>${of(row)}</td>`)}
             <td>
               ${
-                !["ended", "client left"].includes(row.state) &&
+                !["ended", "failed", "client left"].includes(row.state) &&
                 html`<button type="button" aria-label=${`Abort ${row.id}`} onClick=${() => void abort(row.id)}>Abort</button>`
               }
             </td>

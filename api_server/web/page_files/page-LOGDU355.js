@@ -330,7 +330,7 @@ Please report this to https://github.com/markedjs/marked.`,e){let r="<p>An error
             <td><a href=${`#requests/${encodeURIComponent(s.id)}`}>${s.id}</a></td>
             ${Qo.map(([,i])=>k`<td>${i(s)}</td>`)}
             <td>
-              ${!["ended","client left"].includes(s.state)&&k`<button type="button" aria-label=${`Abort ${s.id}`} onClick=${()=>{r(s.id)}}>Abort</button>`}
+              ${!["ended","failed","client left"].includes(s.state)&&k`<button type="button" aria-label=${`Abort ${s.id}`} onClick=${()=>{r(s.id)}}>Abort</button>`}
             </td>
           </tr>`)}
     </tbody>
