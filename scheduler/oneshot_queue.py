@@ -116,13 +116,16 @@ class OneShotQueue:
     def cut(self, budget: int, kinds: Collection[str]) -> list[Piece]:
         """Take the pieces of the next batch, of `budget` tokens or one longer text, for a worker of these kinds.
 
-        A text that must be alone comes alone.
+        A text that must be alone comes alone. Texts of the lowest priority join no others, whose answers would come
+        later.
         """
         pieces: list[Piece] = []
         left = budget
         ends_one = False
         while (level := self._next(kinds)) is not None:
             request = level.heap[0][3]
+            if pieces and request.scheduling.in_background and not pieces[0].request.scheduling.in_background:
+                break
             whole = request.waiting_tokens <= left
             if pieces and (request.next_tokens > left or request.next_is_isolated or (ends_one and not whole)):
                 break

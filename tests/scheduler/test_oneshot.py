@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interfaces import (
+    LOWEST_PRIORITY,
     Batch,
     ErrorCode,
     Finish,
@@ -146,6 +147,15 @@ def test_a_higher_priority_goes_first() -> None:
     urgent = yard.bulk(100, 100, SchedulingOptions(priority=5))
     yard.send()
     assert all(requests_in(batch) == [f"r{urgent}"] for batch in yard.sent)
+
+
+def test_texts_of_the_lowest_priority_join_no_others() -> None:
+    yard = TextYard()
+    low = yard.bulk(20, 4, SchedulingOptions(priority=LOWEST_PRIORITY))
+    users = [yard.bulk(1, 4), yard.bulk(1, 4)]
+    while len(yard.asked[low].values) < 20:
+        yard.turn()
+    assert [sorted({*requests_in(batch)}) for batch in yard.sent] == [[f"r{user}" for user in users], [f"r{low}"]]
 
 
 def test_slow_devices_get_small_batches_and_fast_ones_large_ones() -> None:
