@@ -140,10 +140,7 @@ def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
     architecture = type(model).__name__
     is_base = loaded.base is model
     texts = verify.probe_texts(loaded.config, loaded.vocab_size, loaded.max_model_len, loaded.device)
-    # Where a text begins and ends, states are the largest.
-    typical = verify.framed(texts, *loaded.files.frame_tokens)
-    if max(typical.lengths) > loaded.max_model_len:
-        typical = texts
+    typical = _framed(loaded, texts)
     pooler = getattr(model, "pooler", None) if is_base else None
     if pooler is not None:
         # BERT's pooler reads the hidden states and changes none of them.
@@ -190,6 +187,12 @@ def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
         adapters=None if adapted is None else PoolingAdapters(base, names, adapted),
         waits_for_kernels=loaded.waits_for_kernels,
     )
+
+
+def _framed(loaded: Loaded, texts: Texts) -> Texts:
+    """Return the texts as clients send them. Where a text begins and ends, states are the largest."""
+    framed = verify.framed(texts, *loaded.files.frame_tokens)
+    return texts if max(framed.lengths) > loaded.max_model_len else framed
 
 
 def _check_expansion(files: PoolingFiles, length: int, limit: int) -> None:
@@ -279,7 +282,9 @@ def _quantize(loaded: Loaded, typical: Texts) -> Tensor:
     exact = verify.expected_states(base, typical)
     scales: dict[str, Tensor] = {}
     if loaded.model.dtype == torch.float32:
-        scales = smooth(base, lambda: verify.expected_states(base, typical), OWN_SCALES)
+        limits = loaded.vocab_size, loaded.max_model_len, loaded.device
+        many = _framed(loaded, verify.probe_texts(loaded.config, *limits, verify.SMOOTHED_LENGTHS))
+        scales = smooth(base, lambda: verify.expected_states(base, many), OWN_SCALES)
     pack_linears(base, quantized=quantize_linears(base))
     scale_inputs(base, scales)
     return exact

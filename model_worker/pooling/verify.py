@@ -22,16 +22,24 @@ from model_worker.pooling.texts import Texts
 # Lengths of the texts. The longest exceeds a window, if the model has one of at most LONGEST_WINDOW tokens.
 LENGTHS = (3, 11, 24)
 LONGEST_WINDOW = 256
+# Lengths of the texts whose inputs are smoothed. A word by itself has other large inputs than a sentence.
+SMOOTHED_LENGTHS = (*(24 * (1,)), *(12 * (2,)), *(6 * (3,)), 4, 6, 8, 11, 16, 24, 48)
 BEYOND_WINDOW = 9
 # Error of the hidden states of int8 layers that round activations, too: another form of the model is further off.
 COARSE_TOLERANCE = 0.2
 
 
-def probe_texts(config: PreTrainedConfig, vocab_size: int, max_tokens: int, device: torch.device) -> Texts:
-    """Return texts of ordinary tokens, the same ones each time."""
+def probe_texts(
+    config: PreTrainedConfig,
+    vocab_size: int,
+    max_tokens: int,
+    device: torch.device,
+    wanted: Sequence[int] = LENGTHS,
+) -> Texts:
+    """Return texts of ordinary tokens of the `wanted` lengths, the same ones each time."""
     windows = (getattr(config, name, None) for name in ("sliding_window", "local_attention"))
     window = max((window for window in windows if window is not None and window <= LONGEST_WINDOW), default=0)
-    lengths = [min(length, max_tokens) for length in LENGTHS]
+    lengths = [min(length, max_tokens) for length in wanted]
     lengths[-1] = min(max(lengths[-1], window + BEYOND_WINDOW), max_tokens)
     draws = torch.randint(0, vocab_size, (64 + 2 * sum(lengths),), generator=torch.Generator().manual_seed(0))
     # Padding has an embedding of its own kind, and some models treat it as absent.

@@ -34,7 +34,7 @@ GGUF_SIZE: dict[str, Any] = {
 
 def checkpoint(form: str, folder: Path, seed: int) -> Path:
     """Write a model in one of the forms."""
-    if form == "Q8_0":
+    if form in ("Q8_0", "Q4_0"):
         path = folder / f"{seed}.gguf"
         write_model(path, random_model("llama", GGUF_SIZE, seed), "llama", form)
         return path
@@ -51,7 +51,9 @@ def checkpoint(form: str, folder: Path, seed: int) -> Path:
         ("plain", "float32", "int8"),
         ("plain", "bfloat16", "int8"),
         ("Q8_0", "float32", "none"),
+        ("Q4_0", "bfloat16", "none"),
         ("gptq", "float32", "int8"),
+        ("awq", "bfloat16", "none"),
     ],
 )
 def test_other_weights_are_those_of_a_fresh_start(form: str, dtype: str, quantization: str, tmp_path: Path) -> None:
