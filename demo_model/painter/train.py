@@ -1,6 +1,6 @@
-"""Trains the embedded painter: first the VAE, which makes latents of drawings, then what paints latents of words.
+"""Trains a small painter: first the VAE, which makes latents of drawings, then what paints latents of words.
 
-    python -m demo_model.painter.train [--minutes 90] [--device cuda] [--seed 7] [--output FOLDER]
+    python -m demo_model.painter.train --output FOLDER [--minutes 90] [--device cuda] [--seed 7]
 
 The lessons are drawn by seed. An interrupted run (Ctrl-C, SIGTERM) is saved. Needs torch, transformers, diffusers and
 rich, and nothing of the server. Does not know scenes and drawings.
@@ -24,7 +24,6 @@ from demo_model.painter import model as models
 from demo_model.painter.drawing import draw
 from demo_model.painter.lessons import Lessons, lessons
 from demo_model.run import Interruption, move, progress_bar, rate
-from deploy.embedded_model import EMBEDDED_PAINTER_PATH
 
 MINUTES = 90.0
 # Share of the time that is the VAE's.
@@ -179,13 +178,11 @@ class Training:
 
 
 def parsed_options() -> Options:
-    parser = argparse.ArgumentParser(
-        prog="python -m demo_model.painter.train", description="Train the embedded painter."
-    )
+    parser = argparse.ArgumentParser(prog="python -m demo_model.painter.train", description="Train a small painter.")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="wall time for training")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--seed", type=int, default=7, help="seed of the lessons and of the first weights")
-    parser.add_argument("--output", type=Path, default=EMBEDDED_PAINTER_PATH, help="folder for the pipeline")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the pipeline")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads, and processes that draw the lessons")
     return Options(**vars(parser.parse_args()))
 

@@ -1,5 +1,4 @@
-"""The embedded models: a small chat model and a small painter of our own, so that tokenyard serves something real with
-no network.
+"""The embedded model: a small chat model of our own, so that tokenyard serves something real with no network.
 
 Knows where the shipped weights lie. Does not know how they were made (see `demo_model`) or how they are served;
 importing this package loads nothing heavy.
@@ -8,6 +7,5 @@ importing this package loads nothing heavy.
 from pathlib import Path
 
 EMBEDDED_MODEL_PATH: Path = Path(__file__).parent / "weights"
-EMBEDDED_PAINTER_PATH: Path = Path(__file__).parent / "painter"
 
-__all__ = ["EMBEDDED_MODEL_PATH", "EMBEDDED_PAINTER_PATH"]
+__all__ = ["EMBEDDED_MODEL_PATH"]

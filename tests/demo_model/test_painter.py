@@ -1,4 +1,4 @@
-"""The lessons of the embedded painter: drawings that show what their words say, and a trainer that learns."""
+"""The lessons of the small painter: drawings that show what their words say, and a trainer that learns."""
 
 from __future__ import annotations
 
