@@ -246,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", type=int, default=256, help="tokens of each answer, three at least")
     add("--sampled", action="store_true", help="draw with top-p 0.9 instead of taking the largest logit")
     add("--all", action="store_true", help="the whole hour: kernels, throughput, mixed steps, memory, faults")
+    add("--parts", nargs="+", default=[], metavar="NAME", help="with --all: these parts of it alone")
     add("--pretend", action="store_true", help="with --all: on a CPU, with a tiny model, to test the hour itself")
     add("--out", type=Path, default=Path("bench-results"), help="folder for the files of --all")
     options = parser.parse_args(arguments)
@@ -260,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.all:
         from benchmarks import gpu_hour
 
-        return gpu_hour.run(device, options.model, options.dtype, options.pretend, options.out)
+        return gpu_hour.run(device, options.model, options.dtype, options.pretend, options.out, options.parts)
     console = Console(width=110)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model = options.model or random_model(Path(folder) / "model", options.size)

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -24,13 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_checks, gpu_costs
 from interfaces import StepResult
-from model_worker.attention import attention_backend, cuda, reference, triton
+from model_worker.attention import cuda, triton
 from model_worker.cuda.memory import CudaMemory
 from model_worker.execution.rehearsal import gpu_kv_memory
-from model_worker.kv_cache import AttentionParams, KVCache, KVLayout, LayerShape
-from model_worker.loading.gpu_attention import TOLERANCE, batches, random_values, relative_error
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.sampling import draw_triton
@@ -100,35 +98,44 @@ def attention(hour: Hour) -> Figures:
     """The attention kernel against plain torch: blocks, windows, caps, sinks, heads, decode rows and prompts."""
     if (reason := triton.missing()) is not None:
         return {"skipped": reason}
-    attend = attention_backend("triton", hour.device)
     dtype = torch.float32 if hour.pretend else torch.bfloat16
-    heads = (
-        [(64, 64), (576, 512)] if hour.pretend else [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512)]
-    )
-    pages = [16] if hour.pretend else [16, 32, 256]
-    wrong = []
-    errors = []
-    for k_dim, v_dim in heads:
-        for page in pages:
-            for window, softcap, sinks in ((None, None, False), (40, 20.0, True)):
-                groups = 16 if k_dim > 256 else 4
-                shape = LayerShape(1 if k_dim > 256 else 2, k_dim, v_dim)
-                sink = random_values((shape.kv_heads * groups,), hour.device) if sinks else None
-                params = AttentionParams(k_dim**-0.5, window, softcap, sink)
-                longest = -(-(triton.PIECE + 3) // page)
-                cache = KVCache(KVLayout((shape,), dtype), 8 * longest, page, hour.device)
-                for blocks in (cache.k[0], cache.v[0]):
-                    blocks.copy_(random_values(blocks.shape, hour.device))
-                for kind, batch in batches(page, cache.num_blocks, hour.device):
-                    if hour.pretend and kind != "mixed rows":
-                        continue
-                    q = random_values((batch.num_tokens, shape.kv_heads * groups, k_dim), hour.device).to(dtype)
-                    got = attend(q, cache.k[0], cache.v[0], batch, params)
-                    error = relative_error(got, reference.attend(q, cache.k[0], cache.v[0], batch, params))
-                    errors.append(error)
-                    if not error < TOLERANCE[dtype]:
-                        wrong.append(f"{kind}, heads {k_dim}/{v_dim}, page {page}, window {window}: {error:.2g}")
-    return {"cases": len(errors), "largest error": max(errors), "wrong": wrong}
+    kinds = ("mixed rows",) if hour.pretend else ("decode rows", "prompts", "mixed rows")
+    sizes = [(64, 64), (576, 512)]
+    if not hour.pretend:
+        sizes = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512)]
+    pages = {(128, 128): (16, 32, 256)}
+    cases = [
+        gpu_checks.AttentionCase(str(hour.device), dtype, *heads, page, rich, kinds)
+        for heads in sizes
+        for page in pages.get(heads, (16,))
+        for rich in (False, True)
+    ]
+    found = [
+        one for case in gpu_checks.side_by_side(gpu_checks.attention_case, cases, not hour.pretend) for one in case
+    ]
+    wrong = [f"{name}: {error:.2g}" for name, error, bad in found if bad]
+    return {"cases": len(found), "largest error": max(error for _, error, _ in found), "wrong": wrong}
+
+
+def architectures(hour: Hour) -> Figures:
+    """Tiny models of many families: what attends, what is recorded, and tokens as transformers' in float32 on a CPU."""
+    from tests.model_worker import tiny_models
+
+    names = ("llama", "gemma2") if hour.pretend else tiny_models.ARCHITECTURES
+    with tempfile.TemporaryDirectory() as folder:
+        # Wide enough that a kernel's smallest sides are no padding.
+        cases = [
+            gpu_checks.ModelCase(name, tiny_models.own_tiny_model(name, Path(folder) / name), str(hour.device))
+            for name in names
+        ]
+        found = gpu_checks.side_by_side(gpu_checks.model_case, cases, not hour.pretend)
+    wrong = [
+        one["model"]
+        for one in found
+        if "failed" in one or one["greedy as transformers"] < 1 or not one["recorded bits equal"]
+    ]
+    table = {one["model"]: json.dumps({name: one[name] for name in one if name != "model"}) for one in found}
+    return {**table, "wrong": wrong}
 
 
 def drawing(hour: Hour) -> Figures:
@@ -156,6 +163,26 @@ def throughput(hour: Hour) -> Figures:
             speed = gpu.Worker(hour.loaded, rows, hour.size(128, 20), hour.size(256, 5)).measure(sampled)
             found[f"{kind} tok/s, {rows} rows"] = round(speed.tokens / speed.seconds, 1)
             found[f"{kind} device idle, {rows} rows"] = round(max(0.0, 1 - speed.busy / speed.seconds), 3)
+    return found
+
+
+def profile(hour: Hour) -> Figures:
+    """Kernels of a decode step, and the host's time to launch it."""
+    found: Figures = {}
+    for rows in (2,) if hour.pretend else (1, 64, 256):
+        gc.collect()
+        for name, value in gpu_costs.step_profile(hour.loaded, rows, hour.size(20, 3), rows == 64).items():
+            found[f"{rows} rows: {name}"] = value
+    return found
+
+
+def draw_costs(hour: Hour) -> Figures:
+    """Microseconds of a draw."""
+    if (reason := triton.missing()) is not None:
+        return {"skipped": reason}
+    found: Figures = {}
+    for rows in (1,) if hour.pretend else (1, 64, 256):
+        found |= gpu_costs.draw_costs(hour.device, hour.size(151_936, 600), rows, hour.seconds)
     return found
 
 
@@ -228,7 +255,10 @@ PARTS: tuple[Callable[[Hour], Figures], ...] = (
     attention,
     drawing,
     logits,
+    architectures,
     throughput,
+    profile,
+    draw_costs,
     mixed_steps,
     long_context,
     memory,
@@ -236,18 +266,29 @@ PARTS: tuple[Callable[[Hour], Figures], ...] = (
 )
 
 
-def run(device: torch.device, model: Path | None, dtype: str, pretend: bool, out: Path) -> int:
-    """Run all parts, and write both files. Returns 1 if something is wrong or a part has failed, else 0."""
+def run(
+    device: torch.device, model: Path | None, dtype: str, pretend: bool, out: Path, only: Sequence[str] = ()
+) -> int:
+    """Run all parts, or `only` those of some names, and write the files. Returns 1 if something is wrong, else 0.
+
+    `gpu.jsonl` has a line for each part as soon as it has ended.
+    """
+    unknown = set(only) - {part.__name__ for part in PARTS}
+    if unknown:
+        raise ValueError(f"there is no part {', '.join(sorted(unknown))}: {', '.join(p.__name__ for p in PARTS)}")
     if pretend:
         # Asked for when triton is first imported.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     results: dict[str, Figures] = {}
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         if model is None:
             positions = 512 if pretend else 40_960
             model = gpu.random_model(Path(folder) / "model", "tiny" if pretend else "0.6b", positions)
         hour = Hour(device, model, dtype, pretend)
         for part in PARTS:
+            if only and part.__name__ not in only:
+                continue
             began = time.perf_counter()
             try:
                 figures = part(hour)
@@ -255,7 +296,8 @@ def run(device: torch.device, model: Path | None, dtype: str, pretend: bool, out
                 figures = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             results[part.__name__] = {**figures, "seconds": round(time.perf_counter() - began, 1)}
             print(f"{part.__name__}: {json.dumps({k: v for k, v in figures.items() if k != 'traceback'})}", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
+            with (out / "gpu.jsonl").open("a") as lines:
+                lines.write(json.dumps({part.__name__: results[part.__name__]}) + "\n")
     (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "gpu.md").write_text(page(results, pretend))
     return int(any("failed" in figures or figures.get("wrong") for figures in results.values()))

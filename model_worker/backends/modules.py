@@ -65,6 +65,11 @@ class ModulesBackend(Backend):
             reason = str(error).partition("\n")[0]
             log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)
 
+    @property
+    def records(self) -> bool:
+        """Whether decode steps are recorded."""
+        return self._graphs is not None
+
     def logits(self, batch: ForwardBatch) -> Tensor:
         with one_pass(batch, self._cache, self._loaded.embedding):
             if self._graphs is not None and self._graphs.fits(batch):

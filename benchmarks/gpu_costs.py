@@ -1,0 +1,104 @@
+"""Where the time of a GPU's decode steps goes: kernels of a step, the host's time for it, and the draw by its kinds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import gpu
+from model_worker.execution.flight import Pending
+from model_worker.model import LoadedModel
+from model_worker.sampling import draw_cuda, draw_triton
+from model_worker.sampling.draw import Choices
+
+Figures = dict[str, Any]
+# Kinds of draws: top-k, top-p, and the least share of the likeliest token.
+DRAWS = {
+    "temperature alone": (None, 1.0, 0.0),
+    "top-p 0.9": (None, 0.9, 0.0),
+    "top-k 20": (20, 1.0, 0.0),
+    "top-k 20, top-p 0.9": (20, 0.9, 0.0),
+    "min-p 0.05": (None, 1.0, 0.05),
+}
+# Kernels that are named, with the most time first.
+NAMED = 14
+
+
+def step_profile(loaded: LoadedModel, rows: int, steps: int, sampled: bool) -> Figures:
+    """Profile decode steps, two in flight: launches, kernels by time, and the host's time of `begin`."""
+    worker = gpu.Worker(loaded, rows, 128, 2 * steps + 20)
+    for start in range(0, rows, 64):
+        worker.begin(worker.joining(range(start, min(start + 64, rows)), sampled)).result()
+    index = np.arange(rows, dtype=np.int32)
+    _run(worker, index, 8)
+    began = time.perf_counter()
+    host = _run(worker, index, steps)
+    wall = 1e6 * (time.perf_counter() - began) / steps
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if loaded.device.type == "cuda":
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        _run(worker, index, steps)
+        _wait(loaded.device)
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in profile.events() or []:
+        if "CUDA" in str(event.device_type) or loaded.device.type == "cpu":
+            times[event.name] += float(event.time_range.elapsed_us()) / steps
+            counts[event.name] += 1
+    return {
+        "step us": round(wall),
+        "host us of begin": round(host),
+        "kernels of a step": round(sum(counts.values()) / steps, 1),
+        "kernels us of a step": round(sum(times.values())),
+        "by time": [f"{t:.1f} us, {counts[name] / steps:.1f}x {name[:70]}" for name, t in times.most_common(NAMED)],
+    }
+
+
+def _run(worker: gpu.Worker, rows: Any, steps: int) -> float:
+    """Run decode steps, two in flight. Returns the median microseconds that the host takes to launch one."""
+    pending: deque[Pending] = deque()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        pending.append(worker.begin({"rows": rows}))
+        times.append(1e6 * (time.perf_counter() - began))
+        if len(pending) > 1:
+            pending.popleft().result()
+    while pending:
+        pending.popleft().result()
+    return statistics.median(times)
+
+
+def draw_costs(device: torch.device, width: int, rows: int, timed: Callable[[Callable[[], object], int], float]) -> Any:
+    """Return microseconds of a draw of each kind, by our kernels and by torch's operations."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(0, 2.5, (rows, width)).astype(np.float32)).to(device)
+    logits -= logits.max(-1, keepdim=True).values
+    found: Figures = {}
+    for kind, (top_k, top_p, min_p) in DRAWS.items():
+        choices = Choices(
+            greedy=np.zeros(rows, np.bool_),
+            top_k=np.full(rows, top_k or width, np.int32),
+            top_p=np.full(rows, top_p),
+            log_min_p=np.full(rows, np.log(min_p) if min_p else -np.inf, np.float32),
+            keys=rng.integers(0, 1 << 63, rows).astype(np.uint64),
+            logprobs=np.zeros(rows, np.int8),
+        )
+        times = []
+        for draw in (draw_triton.draw, draw_cuda.draw):
+            draw(logits, choices)
+            times.append(round(1e6 * timed(lambda draw=draw, choices=choices: draw(logits, choices), 5)))  # type: ignore[misc]
+        found[f"{kind}, {rows} rows, us (kernels / torch)"] = f"{times[0]} / {times[1]}"
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
