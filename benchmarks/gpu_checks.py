@@ -173,7 +173,6 @@ def _against_transformers(case: ModelCase) -> Figures:
     error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).max()
     return {
         "attention": runner.attention_name,
-        "recorded": _is_recorded(runner),
         "greedy as transformers": round(float((got.argmax(-1) == want.argmax(-1)).float().mean()), 4),
         "largest error float32": float(error),
     }
@@ -199,8 +198,8 @@ def _recorded(case: ModelCase) -> Figures:
         recorded = runner.backend.logits(batch).clone()
         equal.append(torch.equal(plain.backend.logits(batch), recorded))
         tokens = recorded.argmax(-1).cpu().numpy()
-    return {"bfloat16 attention": runner.attention_name, "recorded bits equal": all(equal)}
-
-
-def _is_recorded(runner: ModelRunner) -> bool:
-    return getattr(runner.backend, "records", False)
+    return {
+        "recorded": _is_recorded(runner),
+        "bfloat16 attention": runner.attention_name,
+        "recorded bits equal": all(equal),
+    }

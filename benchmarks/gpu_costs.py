@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -46,18 +46,19 @@ def step_profile(loaded: LoadedModel, rows: int, steps: int, sampled: bool) -> F
     with torch.profiler.profile(activities=kinds) as profile:
         _run(worker, index, steps)
         _wait(loaded.device)
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for event in profile.events() or []:
         if "CUDA" in str(event.device_type) or loaded.device.type == "cpu":
             times[event.name] += float(event.time_range.elapsed_us()) / steps
             counts[event.name] += 1
+    longest = sorted(times.items(), key=lambda pair: -pair[1])[:NAMED]
     return {
         "step us": round(wall),
         "host us of begin": round(host),
         "kernels of a step": round(sum(counts.values()) / steps, 1),
         "kernels us of a step": round(sum(times.values())),
-        "by time": [f"{t:.1f} us, {counts[name] / steps:.1f}x {name[:70]}" for name, t in times.most_common(NAMED)],
+        "by time": [f"{t:.1f} us, {counts[name] / steps:.1f}x {name[:70]}" for name, t in longest],
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_costs
+from benchmarks import gpu, gpu_checks, gpu_costs, gpu_server
 from interfaces import StepResult
 from model_worker.attention import cuda, triton
 from model_worker.cuda.memory import CudaMemory
@@ -229,25 +228,54 @@ def memory(hour: Hour) -> Figures:
 
 def faults(hour: Hour) -> Figures:
     """A step for which there is no memory: computed in parts, with the tokens of the whole."""
-    rows, prompt = hour.size(16, 3), hour.size(64, 20)
-    tokens = []
-    for room in (math.inf, rows * prompt // 3):
+    rows, prompt = hour.size(128, 3), hour.size(512, 20)
+    tokens, seconds, held = [], [], []
+    for short in (False, True):
         gc.collect()
         worker = gpu.Worker(hour.loaded, rows, prompt, 8)
-        backend = worker.backend
-        forward = backend.logits
-
-        def logits_of(batch: Any, room: float = room, forward: Any = forward) -> torch.Tensor:
-            if batch.num_tokens > room:
-                raise torch.OutOfMemoryError("CUDA out of memory: pretended")
-            result: torch.Tensor = forward(batch)
-            return result
-
-        backend.logits = logits_of
+        if short:
+            held.append(_without_memory(hour, worker, rows * prompt // 3))
+        began = time.perf_counter()
         result: StepResult = worker.begin(worker.joining(range(rows), True)).result()
-        tokens.append(result.tokens.tolist())
-    same = tokens[0] == tokens[1]
-    return {"rows": rows, "the same tokens in parts": same, "wrong": [] if same or not hour.pretend else ["tokens"]}
+        seconds.append(round(time.perf_counter() - began, 3))
+        tokens.append(result.tokens)
+    same = float((tokens[0] == tokens[1]).mean())
+    # Of other shapes, a GPU's matrix products round otherwise.
+    wrong = ["tokens"] if same < (1.0 if hour.pretend else 0.9) else []
+    return {"rows": rows, "the same tokens in parts": same, "seconds, whole and in parts": seconds, "wrong": wrong}
+
+
+def _without_memory(hour: Hour, worker: gpu.Worker, room: int) -> torch.Tensor | None:
+    """Leave the GPU a gigabyte; on a CPU, pretend that passes of more than `room` tokens find no memory."""
+    if hour.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(hour.device)[0]
+        return torch.empty(free - (1 << 30), dtype=torch.uint8, device=hour.device)
+    forward = worker.backend.logits
+
+    def logits_of(batch: Any) -> torch.Tensor:
+        if batch.num_tokens > room:
+            raise torch.OutOfMemoryError("CUDA out of memory: pretended")
+        result: torch.Tensor = forward(batch)
+        return result
+
+    worker.backend.logits = logits_of
+    return None
+
+
+def served(hour: Hour) -> Figures:
+    """A whole server: prompts of 512 tokens and answers of 128 at three loads, and a worker killed under streams."""
+    if hour.pretend:
+        return {"skipped": "`tokenyard bench` measures servers on a CPU"}
+    with tempfile.TemporaryDirectory() as folder:
+        return gpu_server.served(hour.model, str(hour.device), (1, 64, 256), 512, 128, Path(folder))
+
+
+def transformers_batching(hour: Hour) -> Figures:
+    """The only peer that is there: transformers' continuous batching, with as many rows as we serve."""
+    if hour.pretend:
+        return {"skipped": "it wants a GPU"}
+    return gpu_server.transformers_batching(hour.model, hour.device, 256, 512, 128)
 
 
 PARTS: tuple[Callable[[Hour], Figures], ...] = (
@@ -263,6 +291,8 @@ PARTS: tuple[Callable[[Hour], Figures], ...] = (
     long_context,
     memory,
     faults,
+    served,
+    transformers_batching,
 )
 
 
