@@ -71,6 +71,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 CHECKED_PROMPTS = (1, 17, 255, 256, 300)
 """Lengths around the edges of blocks."""
 CHECKED_STEPS = 8
+STEP_TOKENS = 2048
+"""Most tokens of a recorded step with prompts: what servers on GPUs have by default."""
 PREFILL_TOKENS = 8192
 """Prompt tokens in one step."""
 MOST_LOSS = 1.5
@@ -156,10 +158,10 @@ def disagree(reference: Check, own: Check) -> bool:
     return not own.error <= max(LEAST_ERROR, MOST_LOSS * reference.error)
 
 
-def _runner(loaded: LoadedModel, rows: int, length: int, backend: str = "auto") -> ModelRunner:
+def _runner(loaded: LoadedModel, rows: int, length: int, backend: str = "auto", most_tokens: int = 0) -> ModelRunner:
     runner = ModelRunner(loaded, rows * -(-length // loaded.block_size), loaded.block_size, backend)
     runner.warm_up()
-    runner.record_decode(rows, length)
+    runner.record(rows, length, most_tokens)
     return runner
 
 
@@ -168,7 +170,7 @@ class Worker:
 
     def __init__(self, loaded: LoadedModel, rows: int, prompt: int, output: int) -> None:
         length = prompt + output
-        runner = _runner(loaded, rows, length)
+        runner = _runner(loaded, rows, length, most_tokens=STEP_TOKENS)
         table = WorkerRows(rows, length, loaded.block_size, runner.num_blocks)
         sampler = SamplerRows(rows, loaded.vocab_size, loaded.device)
         sampler.warm_up()

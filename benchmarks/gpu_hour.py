@@ -268,7 +268,7 @@ def served(hour: Hour) -> Figures:
     if hour.pretend:
         return {"skipped": "`tokenyard bench` measures servers on a CPU"}
     with tempfile.TemporaryDirectory() as folder:
-        return gpu_server.served(hour.model, str(hour.device), (1, 64, 256), 512, 128, Path(folder))
+        return gpu_server.served(hour.model, f"cuda:{hour.device.index or 0}", (1, 64, 256), 512, 128, Path(folder))
 
 
 def transformers_batching(hour: Hour) -> Figures:

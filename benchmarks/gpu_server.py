@@ -119,7 +119,8 @@ def transformers_batching(model: Path, device: torch.device, rows: int, prompt: 
     peer = auto.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa").to(device).eval()
     rng = np.random.default_rng(3)
     prompts = [rng.integers(100, 900, prompt).tolist() for _ in range(rows)]
-    config = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings: Any = GenerationConfig
+    config = settings(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
     answers = peer.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
     seconds = time.perf_counter() - began

@@ -187,7 +187,8 @@ def build(
     phases.phase("compile kernels")
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
     runner.warm_up()
-    runner.record_decode(settings.max_running, capacity.max_model_len)
+    most = step_tokens(settings.max_batch_tokens, settings.devices)
+    runner.record(settings.max_running, capacity.max_model_len, most)
     shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
     compilation = None
     if loaded.has_kernels:

@@ -77,10 +77,13 @@ class ModelRunner:
         self.backend.logits(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
         self.backend.logits(self._first_tokens(1))
 
-    def record_decode(self, max_rows: int, max_model_len: int) -> None:
-        """Record decode steps of sequences up to `max_model_len` tokens as graphs, where the device has them."""
+    def record(self, max_rows: int, max_model_len: int, max_tokens: int) -> None:
+        """Record steps of sequences up to `max_model_len` tokens as graphs, where the device has them.
+
+        Those of up to `max_tokens` tokens may have prompts in them.
+        """
         if self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend):
-            self.backend.record_decode(max_rows, max_model_len, spare_block=self.num_blocks)
+            self.backend.record(max_rows, max_model_len, max_tokens, spare_block=self.num_blocks)
 
     def _first_tokens(self, length: int) -> ForwardBatch:
         """A sequence of `length` tokens, all in block 0."""

@@ -14,13 +14,22 @@ from torch import Tensor
 
 from model_worker.adapters.fitting import Adapter
 from model_worker.adapters.hooks import AdapterHooks
-from model_worker.attention import PAGED_ATTENTION, RECORDABLE, AttentionBackend, PagedForward, paged_forward, reference
+from model_worker.attention import (
+    PAGED_ATTENTION,
+    RECORDABLE,
+    AttentionBackend,
+    PagedForward,
+    paged_forward,
+    reference,
+    triton,
+)
 from model_worker.attention.coded import CodedCache
 from model_worker.attention.coded import attend as coded_attend
 from model_worker.backends.adapter_files import read_for
 from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
+from model_worker.cuda.mixed_graphs import MixedBuffers, MixedGraphs
 from model_worker.embedding_hooks import added_behind_layers, taken_inputs
 from model_worker.kv_cache import KVCache
 from model_worker.model import LoadedModel
@@ -47,21 +56,27 @@ class ModulesBackend(Backend):
             self._paged = CodedCache(cache)
             self._attend = self._attend_later = coded_attend
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
-    def record_decode(self, max_rows: int, max_model_len: int, spare_block: int) -> None:
-        """Record decode steps of sequences up to `max_model_len` tokens as graphs. Padding rows use `spare_block`.
+    def record(self, max_rows: int, max_model_len: int, max_tokens: int, spare_block: int) -> None:
+        """Record steps of sequences up to `max_model_len` tokens as graphs. Padding uses `spare_block`.
+
+        Decode steps, and with Triton's attention also those with prompts, of up to `max_tokens` tokens; 0: none.
 
         A model whose forward pass waits for the device (for routing tokens to experts, say) runs without.
         """
         blocks = -(-max_model_len // self._cache.block_size)
-        buffers = DecodeBuffers(max_rows, blocks, self._cache.block_size, spare_block, self.device)
+        places = blocks, self._cache.block_size, spare_block, self.device
+        recorder = CudaRecorder()
         try:
             with torch.inference_mode():
-                self._graphs = DecodeGraphs(self._forward, buffers, CudaRecorder())
+                if max_tokens and self._attend is triton.attend:
+                    self._mixed = MixedGraphs(self._forward, MixedBuffers(max_tokens, max_rows, *places), recorder)
+                self._graphs = DecodeGraphs(self._forward, DecodeBuffers(max_rows, *places), recorder)
         except RuntimeError as error:  # torch.OutOfMemoryError, too: steps need no recording
-            self._graphs = None
+            self._graphs = self._mixed = None
             reason = str(error).partition("\n")[0]
             log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)
 
@@ -74,6 +89,8 @@ class ModulesBackend(Backend):
         with one_pass(batch, self._cache, self._loaded.embedding):
             if self._graphs is not None and self._graphs.fits(batch):
                 return self._graphs.run(batch)
+            if self._mixed is not None and self._mixed.fits(batch):
+                return self._mixed.run(batch)
             return self._forward(batch)
 
     @property

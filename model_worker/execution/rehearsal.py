@@ -35,7 +35,7 @@ def gpu_kv_memory(
     steps = Rehearsal(loaded, max_tokens, max_rows, longest)
     # Once for what libraries keep from their first call on.
     steps.decode()
-    plan = plan_memory(memory, workers, steps.prompts, steps.decode)
+    plan = plan_memory(memory, workers, steps.prompts, steps.recorded)
     if loaded.encoder is not None:
         plan = replace(plan, step=plan.step + loaded.encoder.cache_bytes + _ENCODER_ROOM)
     if plan.kv_cache < loaded.attention.layout.bytes_per_block(loaded.block_size):
@@ -58,13 +58,22 @@ class Rehearsal:
 
     def prompts(self) -> None:
         """Run a step of as many tokens as may be, and draw in the most expensive way for as many rows."""
+        self._draw(self._forward())
+
+    def _forward(self) -> torch.Tensor:
         lengths = []
         left = self._tokens
         while left:
             lengths.append(min(left, self._longest))
             left -= lengths[-1]
         wanted = np.arange(self._rows)
-        self._draw(self._runner.backend.logits(self._batch(np.array(lengths), wanted)))
+        return self._runner.backend.logits(self._batch(np.array(lengths), wanted))
+
+    def recorded(self) -> None:
+        """Run what is recorded as graphs, which share their memory: a step of all rows, and one of as many tokens."""
+        self.decode()
+        if self._runner.attention_name == "triton":
+            self._forward()
 
     def decode(self) -> None:
         """Run a decode step of all rows."""

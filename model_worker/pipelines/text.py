@@ -142,7 +142,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             processors = {**processors, **order_processor()}
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
         runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
-        runner.record_decode(capacity.max_rows, capacity.max_model_len)
+        runner.record(capacity.max_rows, capacity.max_model_len, max_batch_tokens)
         # Costs nothing before the first request that has a grammar.
         fork_server = mask_process.fork_server(str(model), capacity.max_rows)
         masks = Masks(fork_server, capacity.max_rows, loaded.vocab_size, jumps=False)

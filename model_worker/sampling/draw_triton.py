@@ -24,6 +24,9 @@ Draw = Callable[[torch.Tensor, Choices], torch.Tensor]
 # Logits that a program reads at a time, and times that it does so for the noise.
 _BLOCK = 1024
 _BLOCKS = 8
+# The same of the search for edges, in which a row has one program.
+_EDGE_BLOCK = 4096
+_EDGE_WARPS = 16
 # Tokens of a row that may lie before the edge or at it, for a search among these alone.
 _ROOM = 4096
 # Rows of the proof.
@@ -45,7 +48,18 @@ def draw(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
     ties = torch.empty(rows, dtype=torch.int32, device=device)
     scratch = torch.empty(rows, _ROOM, dtype=torch.float32, device=device)
     kernels.edge_kernel[(rows,)](
-        edges, ties, scratch, scaled, top_k, top_p, log_min_p, scaled.stride(0), width, BLOCK=_BLOCK, ROOM=_ROOM
+        edges,
+        ties,
+        scratch,
+        scaled,
+        top_k,
+        top_p,
+        log_min_p,
+        scaled.stride(0),
+        width,
+        BLOCK=_EDGE_BLOCK,
+        ROOM=_ROOM,
+        num_warps=_EDGE_WARPS,
     )
     parts = -(-width // (_BLOCK * _BLOCKS))
     scores = torch.empty(rows, parts, dtype=torch.float64, device=device)
