@@ -22,9 +22,6 @@ from model_worker.kv_cache import AttentionParams, KVLayout
 BLOCK_SIZE = 16
 # Keys of a decode row that one program reads. A row's result depends on it, so it is the same for all batches.
 PIECE = 512
-# Programs of a launch for decode rows beyond which a program takes several pieces. A recorded step has room for the
-# longest sequences, and programs that find no keys would cost more than the others.
-_MOST_PROGRAMS = 4096
 # tl.dot takes no smaller sides.
 _LEAST_SIDE = 16
 # Query heads of one tile of a decode row: those of a larger group are cut.
@@ -133,8 +130,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
     strides = {"part_token": query_heads * pieces, "part_head": pieces}
     rows = max(_LEAST_SIDE, _power(shape.heads))
     one = {"ROWS": rows, "PIECE": PIECE, "SPLIT": pieces > 1, **strides}
-    at_once = max(1, min(pieces, _MOST_PROGRAMS // (sequences * programs)))
-    kernels.decode_kernel[(sequences, programs, at_once)](out, part, maximum, total, *inputs, **layout, **one)
+    kernels.decode_kernel[(sequences, programs, pieces)](out, part, maximum, total, *inputs, **layout, **one)
     if pieces > 1:
         merged = {name: layout[name] for name in ("V_DIM", "V_WIDE", "WINDOW", "out_token")}
         gathered = (out, part, maximum, total, batch.query_start, batch.kv_len)

@@ -152,10 +152,9 @@ def decode_kernel(
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute pieces of the keys of a sequence with one query token, for HEADS query heads of a KV head.
+    """Compute one piece of the keys of a sequence with one query token, for HEADS query heads of a KV head.
 
-    Programs: sequence, chunk of heads, pieces; each takes every so manieth piece. Where there is one piece, its results
-    are final and go to `out`.
+    Programs: sequence, chunk of heads, piece. Where there is one piece, its results are final and go to `out`.
     """
     sequence = tl.program_id(0)
     chunks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -165,60 +164,61 @@ def decode_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(length - WINDOW, 0)
-    if tl.load(query_start + sequence + 1) - token == 1:
+    piece_start = tl.program_id(2) * PIECE
+    begins = tl.maximum(first, piece_start)
+    ends = tl.minimum(length, piece_start + PIECE)
+    if (tl.load(query_start + sequence + 1) - token == 1) & (begins < ends):
         lane = tl.arange(0, ROWS)
         of_group = tl.program_id(1) % chunks * HEADS + lane
         rows_seen = (lane < HEADS) & (of_group < GROUP)
         head = kv_head * GROUP + of_group
+        largest = tl.full([ROWS], _LOWEST, tl.float32)
+        summed = tl.zeros([ROWS], tl.float32)
+        if SINKS:  # noqa: SIM102
+            # The first piece has the sink, as a key without a value.
+            if begins == first:
+                sink = tl.load(sinks + head, mask=rows_seen, other=0.0).to(tl.float32)
+                largest = sink * _LOG2_E
+                summed += 1.0
+        values, largest, summed = _attend_tile(
+            q + token.to(tl.int64) * q_token + head * q_head,
+            rows_seen,
+            tl.zeros([ROWS], tl.int32) + (length - 1),
+            begins // TILE * TILE,
+            ends,
+            k + kv_head * k_head,
+            v + kv_head * v_head,
+            block_tables + sequence.to(tl.int64) * table_stride,
+            k_block,
+            k_offset,
+            v_block,
+            v_offset,
+            scale,
+            softcap,
+            largest,
+            summed,
+            ROWS,
+            TILE,
+            PAGE,
+            K_DIM,
+            V_DIM,
+            K_MAIN,
+            K_REST,
+            V_WIDE,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+        )
         wide = tl.arange(0, V_WIDE)
         stored = rows_seen[:, None] & (wide < V_DIM)[None]
-        for piece in range(first // PIECE + tl.program_id(2), (length + PIECE - 1) // PIECE, tl.num_programs(2)):
-            begins = tl.maximum(first, piece * PIECE)
-            largest = tl.full([ROWS], _LOWEST, tl.float32)
-            summed = tl.zeros([ROWS], tl.float32)
-            if SINKS:  # noqa: SIM102
-                # The first piece has the sink, as a key without a value.
-                if begins == first:
-                    sink = tl.load(sinks + head, mask=rows_seen, other=0.0).to(tl.float32)
-                    largest = sink * _LOG2_E
-                    summed += 1.0
-            values, largest, summed = _attend_tile(
-                q + token.to(tl.int64) * q_token + head * q_head,
-                rows_seen,
-                tl.zeros([ROWS], tl.int32) + (length - 1),
-                begins // TILE * TILE,
-                tl.minimum(length, piece * PIECE + PIECE),
-                k + kv_head * k_head,
-                v + kv_head * v_head,
-                block_tables + sequence.to(tl.int64) * table_stride,
-                k_block,
-                k_offset,
-                v_block,
-                v_offset,
-                scale,
-                softcap,
-                largest,
-                summed,
-                ROWS,
-                TILE,
-                PAGE,
-                K_DIM,
-                V_DIM,
-                K_MAIN,
-                K_REST,
-                V_WIDE,
-                WINDOW,
-                SOFTCAP,
-                PRECISION,
-            )
-            if SPLIT:
-                at = sequence.to(tl.int64) * part_token + head * part_head + piece
-                tl.store(maximum + at, largest, mask=rows_seen)
-                tl.store(total + at, summed, mask=rows_seen)
-                tl.store(part + at[:, None] * V_DIM + wide[None], values, mask=stored)
-            else:
-                to = out + token.to(tl.int64) * out_token + head * V_DIM
-                tl.store(to[:, None] + wide[None], (values / summed[:, None]).to(out.dtype.element_ty), mask=stored)
+        if SPLIT:
+            at = sequence.to(tl.int64) * part_token + head * part_head + tl.program_id(2)
+            tl.store(maximum + at, largest, mask=rows_seen)
+            tl.store(total + at, summed, mask=rows_seen)
+            tl.store(part + at[:, None] * V_DIM + wide[None], values, mask=stored)
+        else:
+            at = out + token.to(tl.int64) * out_token + head * V_DIM
+            tl.store(at[:, None] + wide[None], (values / summed[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
 @_jit(do_not_specialize=_OF_A_STEP)

@@ -35,7 +35,7 @@ def step(queries: list[int], pasts: list[int], wanted: list[int]) -> ForwardBatc
     width = -(-int(lens.max()) // SIZE)
     tables = rng.permutation(SPARE)[: rows * width].reshape(rows, width)
     tokens = rng.integers(3, VOCAB, sum(queries))
-    return ForwardBatch.build(tokens, np.array(queries), lens, tables, SIZE, np.array(wanted))
+    return ForwardBatch.build(tokens, np.array(queries), lens, tables, SIZE, np.array(wanted, np.int64))
 
 
 def test_sizes_waste_a_third_at_most() -> None:
