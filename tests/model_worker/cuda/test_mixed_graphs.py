@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.batch import ForwardBatch
@@ -31,7 +32,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 def step(queries: list[int], pasts: list[int], wanted: list[int]) -> ForwardBatch:
     rng, rows = np.random.default_rng(), len(queries)
-    lens = np.array(queries) + pasts
+    lens: NDArray[np.int64] = np.array(queries, np.int64) + np.array(pasts, np.int64)
     width = -(-int(lens.max()) // SIZE)
     tables = rng.permutation(SPARE)[: rows * width].reshape(rows, width)
     tokens = rng.integers(3, VOCAB, sum(queries))
