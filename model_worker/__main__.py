@@ -230,9 +230,9 @@ def _no_memory(device: str, error: RuntimeError) -> tuple[str, bool]:
     """Say why a worker cannot start for want of a GPU's memory, and whether that may pass. Raises other errors."""
     import torch
 
-    from model_worker.cuda.memory import CudaMemory, explain_no_memory
+    from model_worker.cuda.memory import CudaMemory, explain_no_memory, is_for_want_of_memory
 
-    if not isinstance(error, torch.OutOfMemoryError):
+    if not is_for_want_of_memory(error):
         raise error
     return explain_no_memory(CudaMemory(torch.device(device)), error)
 

@@ -112,14 +112,24 @@ def plan_memory(
     return MemoryPlan(budget, weights, step, recorded, memory.total)
 
 
+def is_for_want_of_memory(error: Exception) -> bool:
+    """Whether an error of torch is about a GPU's memory: that of its allocator, or the driver's own."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
+
+
 def explain_no_memory(memory: DeviceMemory, error: Exception) -> tuple[str, bool]:
     """Say with numbers and remedies that a worker cannot start, and whether a later start may fare better."""
+    reason = str(error).splitlines()[0]
+    if not isinstance(error, torch.OutOfMemoryError):
+        # The driver has no room for this process, so it cannot be asked for numbers either.
+        text = "the GPU has no memory left even to begin on: end the processes that hold it (nvidia-smi names them)"
+        return f"{text}, or use another GPU ({reason})", True
     held = memory.reserved
     others = max(0, memory.total - memory.free - held)
     text = (
         f"the GPU has no memory left for this worker: of {_gib(memory.total)} it holds {_gib(held)}, and other "
         f"processes and the driver {_gib(others)}; use a GPU with more memory or a smaller model, lower "
-        f"max_batch_tokens, max_running or kv_memory, or end the other processes ({str(error).splitlines()[0]})"
+        f"max_batch_tokens, max_running or kv_memory, or end the other processes ({reason})"
     )
     return text, others > memory.total * (1 - SHARE)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_worker.cuda.memory import GIB, SHARE, explain_no_memory, plan_memory
+from model_worker.cuda.memory import GIB, SHARE, explain_no_memory, is_for_want_of_memory, plan_memory
 from model_worker.execution.rehearsal import Rehearsal, gpu_kv_memory
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
@@ -95,3 +95,12 @@ def test_a_worker_that_cannot_start_says_who_holds_the_memory() -> None:
     assert text.endswith("(CUDA out of memory. Tried to allocate 2 GiB.)")
     assert not may_pass
     assert explain_no_memory(StandIn(24 * GIB, GIB, 20 * GIB), error)[1]
+
+
+def test_a_gpu_without_room_for_a_process_is_a_sentence_too() -> None:
+    error = RuntimeError("CUDA error: out of memory\nSearch for cudaErrorMemoryAllocation")
+    assert is_for_want_of_memory(error)
+    text, may_pass = explain_no_memory(StandIn(0, 0), error)
+    assert text.endswith("use another GPU (CUDA error: out of memory)")
+    assert may_pass
+    assert not is_for_want_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
