@@ -33,6 +33,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture(autouse=True)
+def terminal_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a machine may be a "dumb" one, which gets no bars."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def plain() -> tuple[Timeline, io.StringIO]:
     file = io.StringIO()
     return Timeline(console=Console(file=file, force_terminal=False)), file
