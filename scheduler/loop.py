@@ -224,7 +224,7 @@ class Loop:
 
         It submits those again.
         """
-        new = identity not in self.scheduler.replicas
+        new = self.scheduler.replicas.greet(identity)
         if new:
             log.info("API replica %s is here", hello.replica)
             self.health.check_soon()

@@ -23,6 +23,8 @@ class Replica:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     # Number of its next results.
     next_results: int = field(init=False)
+    # Whether it has said what it holds open; a request that it sent before that may come first.
+    greeted: bool = False
 
     def __post_init__(self) -> None:
         self.next_results = self.number * REGISTRATION_SIZE
@@ -55,6 +57,13 @@ class Replicas:
             self._by_identity[identity] = Replica(number)
             self._identity_of[number] = identity
         return self._by_identity[identity]
+
+    def greet(self, identity: bytes) -> bool:
+        """Register a replica that says what it holds open. Returns whether it says so for the first time."""
+        replica = self.register(identity)
+        first = not replica.greeted
+        replica.greeted = True
+        return first
 
     def drop(self, identity: bytes) -> None:
         del self._identity_of[self._by_identity.pop(identity).number]

@@ -28,6 +28,7 @@ from interfaces import (
     SchedulingOptions,
     Submit,
     TextContext,
+    Unknown,
     decode,
     encode,
 )
@@ -233,6 +234,24 @@ async def test_a_replica_that_was_dropped_submits_again_and_goes_on_where_it_was
         assert running.outcome(0) == (expected(0), GenerationStatus.MAXIMUM_LENGTH)
 
 
+async def test_a_request_before_the_hello_leaves_no_blame_to_those_that_were_dropped() -> None:
+    with pytest.MonkeyPatch.context() as patch, wire(patch) as running:
+        running.submit()
+        running.up()
+        running.step()
+        running.down()
+        running.drop()
+        running.submit()
+        running.hello()
+        running.up()
+        running.up()
+        [unknown] = [message for message in map(decode, running.answers) if isinstance(message, Unknown)]
+        assert unknown.dropped
+        assert len(unknown.handles) == 1
+        running.settle()
+        assert [running.outcome(number)[0] for number in (0, 1)] == [expected(0), expected(1)]
+
+
 @pytest.mark.parametrize("sent", [True, False])
 async def test_an_end_under_way_is_no_loss(sent: bool) -> None:
     """The replica says hello while the end of its request is on the way to it, or about to be sent."""
@@ -271,6 +290,8 @@ async def test_a_cancel_that_was_lost_is_seen_at_the_next_hello() -> None:
 async def test_a_request_that_is_lost_again_and_again_fails_with_its_own_error() -> None:
     """As one would whose message the scheduler cannot read."""
     with pytest.MonkeyPatch.context() as patch, wire(patch) as running:
+        running.hello()
+        running.up()
         running.submit()
         running.submit()
         running.up()
