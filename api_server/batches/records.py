@@ -92,4 +92,5 @@ def read_file(path: Path) -> StoredFile | None:
 
 
 def _new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(16)}"
+    """An id that cannot be guessed. Those of one second sort by the time at which they were made."""
+    return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from api_server.batches import store as store_module
-from api_server.batches.records import Batch, StoredFile, new_batch_id
+from api_server.batches.records import Batch, StoredFile, is_id, new_batch_id
 from api_server.batches.store import Store
 from api_server.errors import ErrorKind, RequestFailed
 from shared.settings import Settings, SettingsError
@@ -168,3 +168,9 @@ def test_a_folder_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     assert Store.of(Settings(model="m")) is None
     Store(tmp_path / "new", 1).check()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_ids_sort_by_time_within_a_second() -> None:
+    made = [new_batch_id("batch_") for _ in range(100)]
+    assert sorted(made) == made
+    assert all(is_id(one) for one in made)
