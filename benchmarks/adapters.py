@@ -6,10 +6,10 @@ adapter at one row, and of one, four and sixteen adapters over sixteen rows. A c
 ratio to the base's steps of that round, with the quartiles. Without --model the standard model is made for the
 occasion.
 
-Each phase and each turn is told on standard error. A round has five turns at least, however long its steps take: a busy
-machine may need hours for what takes minutes. So no round begins that would not be over within --limit, the rounds so
-far are shown, and the exit status is 1 if they are fewer than asked for. What hangs is ended by a watchdog, which shows
-the stacks of all threads: preparation after an hour, rounds a minute after twice the limit.
+The benchmark prints each phase and each turn on standard error. A round has five turns at least, however long its steps
+take: a busy machine may need hours for what takes minutes. So no round begins that would not be over within --limit,
+the rounds so far are shown, and the exit status is 1 if they are fewer than asked for. What hangs is ended by a
+watchdog, which shows the stacks of all threads: preparation after an hour, rounds a minute after twice the limit.
 """
 
 from __future__ import annotations
