@@ -48,7 +48,7 @@ test: $(TEST_INSTALLED)  ## run every test, those without servers on two cores a
 	$(MAKE) --no-print-directory RAN=$$ran lane-serving || status=$$?; \
 	$(SOME_RAN)
 
-test-fast: $(TEST_INSTALLED)  ## the tests that start no server, compile nothing anew and wait for nothing, on two cores (ARGS as above)
+test-fast: $(TEST_INSTALLED)  ## the quick tests: no server, nothing compiled anew, no waiting, on two cores (ARGS as above)
 	@status=0; ran=$$(mktemp); \
 	$(MAKE) --no-print-directory --jobs=2 $(SORTED) RAN=$$ran FAST="-m 'not slow'" lane-api lane-kernels || status=$$?; \
 	$(SOME_RAN)

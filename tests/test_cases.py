@@ -28,6 +28,7 @@ def test_a_case_is_what_its_exit_status_says(tmp_path: Path, text: str, result: 
     assert cases.run_case(write(tmp_path, "c01_x.py", text), [], 1.0).result == result
 
 
+@pytest.mark.slow
 def test_a_case_that_is_too_long_may_end_what_it_started(tmp_path: Path) -> None:
     text = """
 import signal, sys, time

@@ -27,6 +27,7 @@ def judged_scenes(count: int) -> list[Scene]:
     return found
 
 
+@pytest.mark.slow
 def test_the_judge_sees_in_drawings_what_was_drawn() -> None:
     scenes = judged_scenes(300)
     drawn = (draw(torch.tensor([plan(random.Random(i), scene) for i, scene in enumerate(scenes)])) + 1) / 2
@@ -61,6 +62,7 @@ def test_a_seed_draws_the_same_lessons() -> None:
     assert not torch.equal(first.plans, other.plans)
 
 
+@pytest.mark.slow
 def test_training_learns_and_saves_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(train.LESSONS, "cpu", 1)
     monkeypatch.setitem(train.SIZES, "cpu", (4, 16))

@@ -36,6 +36,7 @@ def test_a_text_is_spoken_sentence_by_sentence(tmp_path: Path) -> None:
     assert found.sample_rate == 8000
 
 
+@pytest.mark.slow
 def test_speech_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     folder = tiny_speaker(tmp_path, "dac", length=160, characters=40)
     with LLM(folder, dtype="float32") as llm:

@@ -111,6 +111,7 @@ def test_proxies_of_the_environment_are_not_asked(settings: Settings, monkeypatc
     assert ear.heard[0][0] == "INFO"
 
 
+@pytest.mark.slow
 def test_a_stopped_announcer_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -28,6 +28,7 @@ from tests.scheduler.text_yard import LIMITS, REPLICA, TextYard, hello, requests
 texts = st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_text_is_answered_once_whatever_dies(data: st.DataObject) -> None:

@@ -67,6 +67,7 @@ def test_verdicts_are_jsonschemas(schema: dict[str, Any], value: Any) -> None:
         assert found.startswith("value")
 
 
+@pytest.mark.slow
 @given(SCHEMAS)
 def test_supported_schemas_are_accepted(schema: dict[str, Any]) -> None:
     check_schema(schema | {"type": "object"})

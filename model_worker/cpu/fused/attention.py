@@ -192,6 +192,68 @@ def _decode_panel(
         v_groups[g] = v_groups[count - 1]
 
 
+@njit(nogil=True, cache=True, **INSIDE)
+def _find_panel(layer: int, table: Any, place: Any, head: int, count: int, cache: Any, own: Any) -> None:
+    """Write the addresses of one head's K and V of a panel. `place` is its first group: index in the table, and offset.
+
+    What lies beyond the last of `count` groups is computed with it and hidden: it has the last one's addresses.
+    """
+    k_groups = own[6]
+    v_groups = own[7]
+    index, offset = place
+    for g in range(PANEL_GROUPS):
+        if g < count:
+            k_groups[g] = key_group(cache, layer, head, table[index], offset)
+            v_groups[g] = value_group(cache, layer, head, table[index], offset)
+            index, offset = _next_group(index, offset, cache.block_size)
+        else:
+            k_groups[g] = k_groups[count - 1]
+            v_groups[g] = v_groups[count - 1]
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _find_early(layer: int, table: Any, place: Any, head: int, keys: int, cache: Any, own: Any) -> None:
+    """Write the addresses of the K that is multiplied after this panel, of `keys` keys at most."""
+    k_early = own[8]
+    index, offset = place
+    for g in range(PANEL_GROUPS):
+        if g * GROUP < keys:
+            k_early[g] = key_group(cache, layer, head, table[index], offset)
+            index, offset = _next_group(index, offset, cache.block_size)
+
+
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _soften_rows(
+    first: int, count: int, keys: int, positions: Any, scale: Any, window: int, kind: int, own: Any
+) -> None:
+    """Turn the scores of `count` rows from `first` on into weights, each row with the keys that it sees of this panel.
+
+    `positions` are as those of `_walk`, the first row's counted from the panel's first key.
+    """
+    scores = own[1]
+    weights = own[2]
+    acc = own[3]
+    peak = own[4]
+    totals = own[5]
+    decoded = own[9]
+    position_of_first, group, growth = positions
+    for query in range(count // group):
+        position = position_of_first + query * growth
+        visible = max(0, min(keys, position + 1))
+        hidden = min(max(0, position - window + 1), visible)
+        for row in range(first + query * group, first + (query + 1) * group):
+            if kind == IN_WORDS:
+                shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
+            else:
+                of_keys = decoded.key_scales
+                of_values = decoded.value_scales
+                shrink = soften_scaled(scores, row, hidden, visible, scale, weights, peak, totals, of_keys, of_values)
+            if shrink < np.float32(1.0):
+                sums = acc[row]
+                for d in range(len(sums)):
+                    sums[d] *= shrink
+
+
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _walk(
     layer: int,
@@ -213,8 +275,7 @@ def _walk(
     `heads` are first and end of the KV heads, and the rows of each. `positions` are that of the first row, the number
     of rows that have the same, and the growth after these.
     """
-    queries, scores, weights, acc, peak, totals, k_groups, v_groups, k_early, decoded = own
-    in_words = cache.kind == IN_WORDS
+    queries, scores, weights, acc, _peak, _totals, k_groups, v_groups, k_early, decoded = own
     first_head, end_head, head_rows = heads
     first_row, end_row = rows
     position_of_first, group, growth = positions
@@ -234,33 +295,16 @@ def _walk(
         for _ in range(count):
             next_index, next_offset = _next_group(next_index, next_offset, size)
         for head in range(first_head, end_head):
-            index = panel_index
-            offset = panel_offset
-            for g in range(PANEL_GROUPS):
-                if g < count:
-                    k_groups[g] = key_group(cache, layer, head, table[index], offset)
-                    v_groups[g] = value_group(cache, layer, head, table[index], offset)
-                    index, offset = _next_group(index, offset, size)
-                else:  # what lies beyond the last group is computed with it and hidden
-                    k_groups[g] = k_groups[count - 1]
-                    v_groups[g] = v_groups[count - 1]
-            another = first_head
-            left = end - start - PANEL_KEYS
-            index = next_index
-            offset = next_offset
+            place = panel_index, panel_offset
+            _find_panel(layer, table, place, head, count, cache, own)
             if head + 1 < end_head:
-                another = head + 1
-                left = keys
-                index = panel_index
-                offset = panel_offset
-            for g in range(PANEL_GROUPS):
-                if g * GROUP < left:
-                    k_early[g] = key_group(cache, layer, another, table[index], offset)
-                    index, offset = _next_group(index, offset, size)
+                _find_early(layer, table, place, head + 1, keys, cache, own)
+            else:
+                following = next_index, next_offset
+                _find_early(layer, table, following, first_head, end - start - PANEL_KEYS, cache, own)
             stride = size
             early = k_early
-            if not in_words:
-                place = panel_index, panel_offset
+            if cache.kind != IN_WORDS:
                 _decode_panel(layer, table, place, head, count, cache, k_groups, v_groups, k_early, decoded)
                 stride = PANEL_KEYS
                 early = k_groups
@@ -269,23 +313,8 @@ def _walk(
                 at = first + piece * least + min(piece, longer)
                 many = least + (1 if piece < longer else 0)
                 score(queries, cache.like, at, many, k_groups, stride, v_groups, scores)
-            for query in range(count_rows // group):
-                position = position_of_first + query * growth - start
-                visible = max(0, min(keys, position + 1))
-                hidden = min(max(0, position - window + 1), visible)
-                for row in range(first + query * group, first + (query + 1) * group):
-                    if in_words:
-                        shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
-                    else:
-                        of_keys = decoded.key_scales
-                        of_values = decoded.value_scales
-                        shrink = soften_scaled(
-                            scores, row, hidden, visible, scale, weights, peak, totals, of_keys, of_values
-                        )
-                    if shrink < np.float32(1.0):
-                        sums = acc[row]
-                        for d in range(len(sums)):
-                            sums[d] *= shrink
+            from_panel = position_of_first - start, group, growth
+            _soften_rows(first, count_rows, keys, from_panel, scale, window, cache.kind, own)
             for piece in range(pieces):
                 at = first + piece * least + min(piece, longer)
                 many = least + (1 if piece < longer else 0)

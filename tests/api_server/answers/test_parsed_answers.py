@@ -404,6 +404,7 @@ def test_a_stop_string_in_the_visible_text_ends_the_answer(live: LiveServer, tok
     assert reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cut_before_its_name_is_there_is_left_out(live: LiveServer, tokenizer: Tokenizer) -> None:
     says(live.double, tokenizer, CALLS)
     found = []

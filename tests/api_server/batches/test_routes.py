@@ -137,6 +137,7 @@ def test_cancelling(keeping: LiveServer, client: openai.OpenAI, tokenizer: Token
         client.batches.cancel(batch.id)
 
 
+@pytest.mark.slow
 def test_other_requests_come_first(keeping: LiveServer, client: openai.OpenAI) -> None:
     """While another request is there, one request of the batch at most is under way."""
     keeping.double.hold.set()

@@ -105,6 +105,7 @@ async def test_each_request_has_its_result(tmp_path: Path) -> None:
         assert [json.loads(line) for line in content.splitlines()] == errors
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_each_request_still_has_one_result(tmp_path: Path) -> None:
     store = Store(tmp_path, MOST)
     count = 250
@@ -162,6 +163,7 @@ async def test_requests_that_begin_alike_run_together(tmp_path: Path) -> None:
     assert order == sorted(prompt[0] for prompt in prompts)
 
 
+@pytest.mark.slow
 async def test_a_request_that_cannot_be_served_now_comes_again(tmp_path: Path) -> None:
     store = Store(tmp_path, MOST)
     tries: list[int] = []
@@ -180,6 +182,7 @@ async def test_a_request_that_cannot_be_served_now_comes_again(tmp_path: Path) -
     assert [len(part) for part in results(store, batch)] == [3, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["cancelled", "expired"])
 async def test_a_batch_that_is_broken_off_says_so_for_each_request(tmp_path: Path, status: str) -> None:
     store = Store(tmp_path, MOST)

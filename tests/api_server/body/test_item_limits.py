@@ -130,6 +130,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, int, int]] = [
 ]
 
 
+@pytest.mark.slow
 def test_too_many_are_refused_by_field_count_and_limit(live: LiveServer) -> None:
     for path, body, field, count, most in TOO_MANY:
         answer = httpx.post(live.url + path, json=body, timeout=60)

@@ -333,6 +333,7 @@ async def test_a_slow_resolver_counts(web: Web) -> None:
         await UrlFetcher(FetchHosts.parse(HERE), never, Limits(seconds=0.2)).fetch(web.url(), "f")
 
 
+@pytest.mark.slow
 async def test_few_at_once(web: Web) -> None:
     web.pages = {"/": lambda: [0.6, *answer(b"x")()]}
     one = fetcher(at_once=2, seconds=1.0)

@@ -53,6 +53,7 @@ async def test_a_refusal_names_the_field(compiler: ConstraintCompiler) -> None:
         assert (refused.value.kind, refused.value.field) == (ErrorKind.INVALID, "schema")
 
 
+@pytest.mark.slow
 async def test_what_costs_without_end_is_ended_and_delays_nobody(compiler: ConstraintCompiler) -> None:
     await compiler.compile(GOOD)
     endless = asyncio.create_task(compiler.compile(ENDLESS))
@@ -80,6 +81,7 @@ async def test_a_client_that_leaves_takes_nothing_from_others(compiler: Constrai
     assert await second
 
 
+@pytest.mark.slow
 async def test_a_helper_that_dies_costs_no_request(compiler: ConstraintCompiler) -> None:
     await compiler.compile(GOOD)
     for i in range(3):
@@ -88,6 +90,7 @@ async def test_a_helper_that_dies_costs_no_request(compiler: ConstraintCompiler)
         assert await compiler.compile(Constraint(ConstraintKind.CHOICE, f'["x{i}"]'))
 
 
+@pytest.mark.slow
 async def test_a_constraint_of_which_two_helpers_die_is_refused(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

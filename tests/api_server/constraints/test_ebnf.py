@@ -46,6 +46,7 @@ def as_regex(ebnf: str) -> str:
     return re.sub(r"(?<!\[) (?!\])", "", unquoted.replace(" | ", "|"))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(NODES, st.lists(st.text("abcdé", max_size=6), min_size=3, max_size=3))
 def test_without_recursion_it_is_exactly_the_regular_expression(node: str, texts: list[str]) -> None:

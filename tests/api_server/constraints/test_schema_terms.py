@@ -131,6 +131,7 @@ NUMBERS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @example(10**18 - 1, 10**18 - 1, [], False, "integer")
 @example(2**53, 10**18 - 101, [10**18 - 100], False, "number")

@@ -307,6 +307,7 @@ def test_an_adapter_that_leaves_while_its_request_is_read_is_not_answered_by_the
     assert not live.double.submits
 
 
+@pytest.mark.slow
 def test_an_unanswered_order_says_so_when_the_scheduler_restarts(live: LiveServer, adapters: Path) -> None:
     folder = make_adapter(adapters / "x")
     live.double.ignore_adapter_orders = True

@@ -90,6 +90,7 @@ KINDS: dict[str, Start] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_body_gets_an_answer(kind: str, tmp_path: Path, model_directory: Path) -> None:
     with KINDS[kind](tmp_path, model_directory) as live, httpx.Client(base_url=live.url) as client:

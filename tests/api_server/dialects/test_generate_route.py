@@ -193,6 +193,7 @@ _FUZZED = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=_bodies, path=st.sampled_from(_FUZZED))
 def test_no_body_breaks_the_server(client: httpx.Client, body: dict[str, Any], path: str) -> None:

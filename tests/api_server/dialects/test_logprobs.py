@@ -208,6 +208,7 @@ def test_tgi(case: Case, live: LiveServer) -> None:
     assert [frame["top_tokens"] for frame in frames] == wanted
 
 
+@pytest.mark.slow
 def test_reports_survive_a_restart_of_the_scheduler(case: Case, live: LiveServer) -> None:
     """The new scheduler is told what the client has, and tells only the rest."""
     live.double.step_seconds = 0.02

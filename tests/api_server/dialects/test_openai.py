@@ -414,6 +414,7 @@ async def test_a_failure_after_the_first_byte_is_an_event(live: LiveServer, asyn
             pass
 
 
+@pytest.mark.slow
 async def test_a_scheduler_restart_is_a_pause(async_client: openai.AsyncOpenAI, live: LiveServer) -> None:
     double = live.double
     double.step_seconds = 0.005

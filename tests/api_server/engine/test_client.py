@@ -160,6 +160,7 @@ async def test_cancel_reaches_the_scheduler_once(engine: EngineClient, double: S
     assert not double.running
 
 
+@pytest.mark.slow
 async def test_a_restarted_scheduler_gets_open_requests_with_what_was_emitted(
     engine: EngineClient, double: SchedulerDouble
 ) -> None:
@@ -178,6 +179,7 @@ async def test_a_restarted_scheduler_gets_open_requests_with_what_was_emitted(
     assert after.text.sampling_params == before.text.sampling_params
 
 
+@pytest.mark.slow
 async def test_results_of_a_past_incarnation_are_ignored(engine: EngineClient, double: SchedulerDouble) -> None:
     double.hold.set()
     old = double.incarnation
@@ -303,6 +305,7 @@ async def test_a_failure_without_reason_still_has_an_error(engine: EngineClient,
     assert error.code == ErrorCode.FAILED
 
 
+@pytest.mark.slow
 async def test_silence_makes_unhealthy_then_refuses_then_fails_what_is_open(
     engine: EngineClient, double: SchedulerDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,6 +418,7 @@ async def test_cancelled_refused_and_unsent_requests_leave_nothing_in_shared_mem
     assert len(removals) == len(set(removals)) == 4
 
 
+@pytest.mark.slow
 async def test_a_restarted_scheduler_is_given_the_same_segments(
     engine: EngineClient, double: SchedulerDouble, removals: list[str]
 ) -> None:

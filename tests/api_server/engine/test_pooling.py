@@ -112,6 +112,7 @@ async def test_a_cancelled_call_cancels_its_request(engine: EngineClient, double
     assert engine.running == 0
 
 
+@pytest.mark.slow
 async def test_a_restarted_scheduler_gets_the_texts_again(engine: EngineClient, double: SchedulerDouble) -> None:
     double.hold.set()
     context = texts(30)

@@ -55,6 +55,7 @@ def test_without_keys_pages_of_this_host_are_allowed() -> None:
     assert {allowed(client, "/generate", origin) for origin in FOREIGN} == {None}
 
 
+@pytest.mark.slow
 def test_with_keys_all_pages_are_allowed_where_a_key_is_wanted() -> None:
     client = page("auto", has_keys=True)
     assert {allowed(client, "/generate", origin) for origin in [*LOCAL, *FOREIGN]} == {"*"}

@@ -379,6 +379,7 @@ def test_a_request_that_does_not_go_on_is_ended(hurried: float, server: LiveServ
     line.close()
 
 
+@pytest.mark.slow
 def test_a_head_may_not_take_for_ever_in_small_pieces(hurried: float, server: LiveServer) -> None:
     line = Line(server)
     with contextlib.suppress(OSError):
@@ -387,6 +388,7 @@ def test_a_head_may_not_take_for_ever_in_small_pieces(hurried: float, server: Li
     line.close()
 
 
+@pytest.mark.slow
 def test_a_body_that_trickles_is_ended(hurried: float, server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time, and all of them together would take a minute."""
     monkeypatch.setattr(protocol, "BODY_BYTES_PER_SECOND", 50)
@@ -407,6 +409,7 @@ def test_a_body_that_trickles_is_ended(hurried: float, server: LiveServer, monke
     line.close()
 
 
+@pytest.mark.slow
 def test_a_body_may_take_long_if_it_goes_on(
     hurried: float, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +427,7 @@ def test_a_body_may_take_long_if_it_goes_on(
     line.close()
 
 
+@pytest.mark.slow
 def test_an_answer_may_take_long(hurried: float, server: LiveServer) -> None:
     endless(server.double)
     line = Line(server)
@@ -435,6 +439,7 @@ def test_an_answer_may_take_long(hurried: float, server: LiveServer) -> None:
     line.close()
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_closed_in_time_whatever_blank_lines_it_sends(line: Line) -> None:
     line.send(PING)
     assert line.answer().status == 200
@@ -550,6 +555,7 @@ def test_a_client_that_leaves_with_requests_in_line_is_noticed(line: Line, serve
     assert len(server.double.submits) == 1
 
 
+@pytest.mark.slow
 def test_requests_in_line_are_read_up_to_a_bound(line: Line, server: LiveServer) -> None:
     server.double.hold.set()
     line.send(request("/v1/completions", ASK))

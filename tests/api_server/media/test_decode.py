@@ -273,6 +273,7 @@ def hostile(count: int) -> Iterator[bytes]:
         yield with_right_sums(data) if draw.random() < 0.5 else data
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_files_give_a_picture_or_a_reason() -> None:
     outcomes = {"picture": 0, "reason": 0}
     began = time.process_time()

@@ -306,6 +306,7 @@ asyncio.run(serve(int(sys.argv[1]), sys.argv[2] == "scraped"))
 """
 
 
+@pytest.mark.slow
 def test_any_replica_answers_for_all(tmp_path: Path) -> None:
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
     # The second process counts for the first, which has ended and never was asked; the third for all.

@@ -127,6 +127,7 @@ def consume(pipe: int, results: int) -> None:
         os.write(results, b".")
 
 
+@pytest.mark.slow
 def test_random_kills_on_either_side_leave_nothing() -> None:
     before, rng = ours(), random.Random(random.getrandbits(64))
     received = 0

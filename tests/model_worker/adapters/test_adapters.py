@@ -223,6 +223,7 @@ def test_launched_passes_draw_the_tokens_of_the_adapters(
     assert waiting[0]().tolist() == want[0]
 
 
+@pytest.mark.slow
 def test_two_hundred_loads_and_drops_leave_nothing(tmp_path_factory: Any, tmp_path: Path) -> None:
     path = base("qwen2", tmp_path_factory.getbasetemp())
     runner = ModelRunner(load(path), 16, BLOCK)

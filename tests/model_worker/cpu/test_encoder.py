@@ -192,6 +192,7 @@ def turned(x: NDArray[np.float64], cos: NDArray[Any], sin: NDArray[Any]) -> NDAr
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     seed=SEEDS,

@@ -202,6 +202,7 @@ def two_cores() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", FUSED)
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
 def test_launched_passes_give_what_passes_one_by_one_give(
@@ -242,6 +243,7 @@ def test_launched_passes_give_what_passes_one_by_one_give(
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [16, 48, 64])
 def test_many_tokens_at_once_give_what_a_few_at_a_time_give(

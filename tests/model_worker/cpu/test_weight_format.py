@@ -114,6 +114,7 @@ def weight(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[NDArray
     return exact, packed(codes, scales)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 300), st.integers(1, 60))
 def test_a_product_takes_a_format_that_it_does_not_know(seed: int, rows: int, outputs: int, pairs: int) -> None:

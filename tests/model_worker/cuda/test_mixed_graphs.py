@@ -45,6 +45,7 @@ def test_sizes_waste_a_third_at_most() -> None:
     assert token_sizes(2048)[-1] == 2048
 
 
+@pytest.mark.slow
 def test_a_padded_step_equals_the_step_alone(runner: ModelRunner) -> None:
     sizes: list[int] = []
 

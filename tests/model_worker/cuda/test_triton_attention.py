@@ -143,6 +143,7 @@ def test_what_the_kernels_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "triton is not installed" in str(backend.unsupported(layout, gpu))
 
 
+@pytest.mark.slow
 def test_a_model_is_served_by_the_kernels_if_they_prove_themselves(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
