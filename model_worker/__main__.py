@@ -25,7 +25,7 @@ from shared.liveness import become
 from shared.load_errors import may_pass
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
-from shared.setting_forms import step_tokens
+from shared.setting_forms import bytes_of, step_tokens
 from shared.settings import Settings
 from shared.speech_tokens import SpeechTokenFiles
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
     from model_worker.execution.base import DeviceStep, WorkerIdentity
+    from model_worker.kv_spill.mover import KvMover
     from model_worker.loading.draft import Guesser
     from model_worker.loop import Runner
     from model_worker.model import LoadedModel
@@ -99,7 +100,8 @@ def main() -> None:
             beside = engine.encoding, engine.adapters, weights
             speaking, hello = with_codec(engine, hello, settings.model, not arguments.connect, phases.tensors)
             trouble = None if group is None else group.trouble
-            worker = partial(serve, speaking, hello, endpoint, keys, compilation, *beside, index_file, trouble)
+            last = index_file, trouble, engine.moves
+            worker = partial(serve, speaking, hello, endpoint, keys, compilation, *beside, *last)
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
@@ -190,6 +192,7 @@ def build(
     most = step_tokens(settings.max_batch_tokens, settings.devices)
     runner.record(settings.max_running, capacity.max_model_len, most)
     shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
+    _spill(settings, runner, shared)
     compilation = None
     if loaded.has_kernels:
         _warm_up(sampler, loaded)
@@ -260,6 +263,8 @@ def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRun
         adapter_memory=0 if shared.adapters is None else shared.adapters.memory,
         facts=model_facts(settings),
         ranks=settings.tensor_parallel,
+        spill_slots=0 if shared.moves is None else shared.moves.slots,
+        spill_place="" if shared.moves is None else shared.moves.place.name,
     )
 
 
@@ -290,6 +295,18 @@ def _device_step(
         memory = parse_memory(settings.lora_memory, "lora_memory") or default_adapter_memory(loaded.device)
         shared.adapters = AdapterLoads(runner.backend, identity.epoch, identity.index, memory)
     return shared
+
+
+def _spill(settings: Settings, runner: ModelRunner, shared: DeviceStep) -> None:
+    """Make a place for blocks beside the KV cache, if the settings ask for one."""
+    from model_worker.kv_spill.start import kv_mover
+
+    size = bytes_of(settings.kv_spill)
+    if size:
+        place = runner.cache, runner.num_blocks, runner.loaded.device
+        identity = shared.identity
+        shared.moves = kv_mover(*place, size, settings.kv_spill_dir, identity.epoch, identity.index)
+        log.info("%d blocks of the KV cache may go to %s", shared.moves.slots, shared.moves.place.name)
 
 
 def _engine(settings: Settings, shared: DeviceStep, guesser: Guesser | None, num_blocks: int) -> Engine:
@@ -347,6 +364,7 @@ def serve(
     weights: WeightsCommands | None = None,
     index_file: Path | None = None,
     trouble: Callable[[], str] | None = None,
+    moves: KvMover | None = None,
 ) -> None:
     """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
     from model_worker.loop import Loop
@@ -356,7 +374,8 @@ def serve(
     def superseded() -> bool:
         return compilation is not None and compilation.done
 
-    loop = Loop(engine, hello, endpoint, keys, superseded, encoding, adapters, weights, index_file, trouble)
+    beside = encoding, adapters, weights, index_file, trouble, moves
+    loop = Loop(engine, hello, endpoint, keys, superseded, *beside)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.

@@ -17,6 +17,8 @@ from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters, Executor, RunningRows, WorkerIdentity
 from model_worker.execution.flight import Pending
 from model_worker.execution.out_of_memory import launched
+from model_worker.kv_spill.mover import KvMover
+from model_worker.rows import StepError
 from model_worker.vision.encode_queue import EncodeQueue
 
 
@@ -47,6 +49,11 @@ class Engine:
         """The adapters that are read beside the steps; None: the model takes none."""
         return self._running.adapters
 
+    @property
+    def moves(self) -> KvMover | None:
+        """What keeps blocks beside the KV cache; None: none are kept."""
+        return self._running.moves
+
     def rest(self) -> None:
         """Start the process that fills masks, which takes seconds. To be called when there is nothing to compute."""
         if self._running.masks is not None:
@@ -72,6 +79,8 @@ class Engine:
         if step.incarnation != self._incarnation:
             self._forget_rows()
             self._incarnation = step.incarnation
+        if step.save is not None or step.load is not None:
+            self._move(step)
         self._change_rows(step)
         if not len(step.rows):
             return Pending.finished(_nothing(step, self._running.identity))
@@ -89,8 +98,19 @@ class Engine:
         self._held.clear()
         if self._running.images is not None:
             self._running.images.clear()
+        if self._running.moves is not None:
+            self._running.moves.forget()
         self._running.isolated.clear()
         self._running.refused.clear()
+
+    def _move(self, step: Step) -> None:
+        """Begin to save and to load blocks. What is saved is what the steps before this one leave."""
+        running = self._running
+        if running.moves is None:
+            raise StepError(f"step {step.step} saves or loads blocks, and nothing here keeps any")
+        if running.moves.still:
+            running.in_flight.finish()
+        running.moves.order(step)
 
     def _change_rows(self, step: Step) -> None:
         running = self._running

@@ -43,6 +43,7 @@ from interfaces import (
 )
 from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters
+from model_worker.kv_spill.mover import KvMover
 from model_worker.scheduler_link import Refused, SchedulerLink
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
@@ -114,8 +115,10 @@ class Loop:
         weights: WeightsCommands | None = None,
         index_file: Path | None = None,
         trouble: Callable[[], str] | None = None,
+        moves: KvMover | None = None,
     ) -> None:
         """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read.
+        `moves` are blocks that go to a place beside the KV cache, and come back.
 
         The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why the
         engine could not go on; empty if it could.
@@ -125,6 +128,7 @@ class Loop:
         self._encoding = encoding
         self._adapters = adapters
         self._weights = weights
+        self._moves = moves
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         self._same_host = same_host(endpoint)
@@ -146,6 +150,8 @@ class Loop:
             self._poller.register(adapters.fileno(), zmq.POLLIN)
         if weights is not None:
             self._poller.register(weights.fileno(), zmq.POLLIN)
+        if moves is not None:
+            self._poller.register(moves.fileno(), zmq.POLLIN)
         self._next_hello = 0.0
         self._pending: deque[Launched] = deque()
         self._stopping = False
@@ -289,6 +295,8 @@ class Loop:
     def _change_weights(self, command: WeightsCommand, weights: WeightsCommands) -> None:
         # Launched steps use what changes now.
         self._answer(leave=0)
+        if self._moves is not None:
+            self._moves.finish()
         report = weights.obey(command)
         self._hello = weights.described(self._hello)
         if self._adapters is not None:
@@ -320,6 +328,8 @@ class Loop:
             self._send_all(self._adapters.take())
         if self._weights is not None and self._weights.fileno() in events:
             self._send_all(self._weights.take())
+        if self._moves is not None and self._moves.fileno() in events:
+            self._send_all(self._moves.take())
         return self._socket in events
 
     def _send_ready(self, ready: list[ReadyRow]) -> None:

@@ -34,20 +34,21 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
     """
     worker.settle_waits()
     rows = _with_blocks(worker, preempted)
-    if not len(rows) and not worker.sends_joins:
+    if not len(rows) and not worker.must_hear:
         return None
     ntok = _chunks(worker, rows, background.budget(worker, rows, max(budget, worker.rows.running)))
     if ntok is not None:
         chosen = ntok > 0
         rows = rows[chosen]
         ntok = ntok[chosen]
-        if not len(rows) and not worker.sends_joins:
+        if not len(rows) and not worker.must_hear:
             return None
     joining = worker.joining
     joins = [_join(worker, sequence) for sequence in joining]
     ahead = worker.send(rows, ntok, most_guesses)
     worker.rows.joined[[sequence.row for sequence in joining]] = worker.in_flight.last_number
     drop, blocks = worker.take_changes()
+    save, load = worker.spill.take_orders()
     return Step(
         incarnation=incarnation,
         epoch=worker.hello.epoch,
@@ -58,6 +59,8 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
         drop=np.array(drop, np.int32) if drop else _NO_ROWS,
         joins=joins,
         ahead=ahead,
+        save=save,
+        load=load,
     )
 
 

@@ -23,6 +23,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Takes each digest that can be found no more.
         self.on_evict: Callable[[bytes], None] | None = None
+        # Takes each block that is given away although it is cached, and its digest.
+        self.on_reuse: Callable[[int, bytes], None] | None = None
 
     @property
     def available(self) -> int:
@@ -63,7 +65,7 @@ class BlockPool:
         """Take `count` blocks, with one owner each and no content. ValueError when fewer are available."""
         if count > self.available:
             raise ValueError(f"{count} blocks asked for, {self.available} available")
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        blocks = [self._free.popleft() if self._free else self._reuse() for _ in range(count)]
         for block in blocks:
             self._owners[block] = 1
         return blocks
@@ -95,6 +97,12 @@ class BlockPool:
         """Drop every cached prefix that has no owner."""
         while self._cached:
             self._free.append(self._evict())
+
+    def _reuse(self) -> int:
+        if self.on_reuse is not None:
+            block = next(iter(self._cached))
+            self.on_reuse(block, self._hash_of[block])
+        return self._evict()
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

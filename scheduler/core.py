@@ -14,6 +14,7 @@ from interfaces import (
     NO_IMAGES,
     ErrorCode,
     Finish,
+    KvMoved,
     PoolingContext,
     Ready,
     RequestError,
@@ -277,6 +278,20 @@ class Scheduler:
             self.requests.record(sequence, f"worker {message.index} has {took}")
         for sequence, text in failed:
             self.requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
+
+    def kv_moved(self, message: KvMoved) -> None:
+        """Let rows run on whose beginning is loaded, or could not be. Reports of others are ignored."""
+        worker = self.workers.get(message.index)
+        if worker is None or message.incarnation != self.incarnation or message.epoch != worker.hello.epoch:
+            return
+        for sequence, load, blocks, seconds in worker.kv_moved(message):
+            size = worker.block_size
+            lost = (
+                f"; {(len(load.blocks) - blocks) * size} could not be, and are computed"
+                if blocks < len(load.blocks)
+                else ""
+            )
+            self.requests.record(sequence, f"{blocks * size} tokens were loaded in {seconds * 1e3:.1f} ms{lost}")
 
     # Messages for the replicas
 

@@ -28,6 +28,7 @@ from interfaces import (
     Hello,
     Inquiry,
     InquiryAnswer,
+    KvMoved,
     LoadAdapter,
     Order,
     OrderAnswer,
@@ -66,7 +67,15 @@ log = logging.getLogger(__name__)
 
 # What a worker says under its index.
 OfWorker = (
-    StepResult | BatchResult | PixelResult | Ready | AdapterLoaded | AdapterFailed | WeightsReport | WorkerGoodbye
+    StepResult
+    | BatchResult
+    | PixelResult
+    | Ready
+    | KvMoved
+    | AdapterLoaded
+    | AdapterFailed
+    | WeightsReport
+    | WorkerGoodbye
 )
 ToWorker = Step | Batch | PixelStep | LoadAdapter | DropAdapter | WeightsCommand
 
@@ -289,6 +298,8 @@ class Loop:
                 if known is not None and known.hello.epoch == message.epoch:
                     self.health.worker_heard(message.index)
                     self.scheduler.images_ready(message)
+            case KvMoved():
+                self.scheduler.kv_moved(message)
             case AdapterLoaded() | AdapterFailed():
                 self._hear_of_adapter(message)
             case WeightsReport():

@@ -15,7 +15,7 @@ def flush_cache(requests: OpenRequests) -> str:
     if running or waiting:
         return f"{running} requests run and {waiting} wait; flush the cache when all have ended"
     for worker in requests.workers.values():
-        worker.pool.forget_cached()
+        worker.forget_prefixes()
     return ""
 
 

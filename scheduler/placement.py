@@ -15,6 +15,7 @@ from scheduler.limits import Limits
 from scheduler.open_requests import OpenRequests
 from scheduler.placement_cost import Choice, Policy
 from scheduler.sequence import Sequence
+from scheduler.spill import Load
 from scheduler.waiting_queue import refusal
 from scheduler.workers import Worker
 
@@ -171,10 +172,10 @@ def _could_take(worker: Worker, requests: OpenRequests, sequence: Sequence) -> b
 
 
 def _requeue_orphans(requests: OpenRequests) -> None:
-    """Put sequences back into the queue that waited for another row's blocks, where that row has ended early."""
+    """Put sequences back into the queue whose beginning does not come: another row has ended early, or a load hangs."""
     for worker in requests.workers.values():
         for sequence in worker.take_orphans():
-            story = "the request that computed its beginning has ended: it looks for a place again"
+            story = "its beginning comes neither by another request nor by a load: it looks for a place again"
             requests.record(sequence, story, Stage.QUEUED)
             requests.waiting.add(sequence)
 
@@ -208,15 +209,28 @@ def _record_placement(
     requests.waiting.charge(sequence, len(sequence.tokens) - cached - awaited)
     alone = ", alone: two workers crashed with it" if isolated else ""
     alone += "; it waits until its adapter is read" if worker.rows.awaits_adapter[sequence.row] else ""
+    load = worker.load_of(sequence) if awaited else None
+    coming = (
+        f"are loaded from {worker.hello.spill_place}{_times(load)}"
+        if load
+        else "are being computed for another request"
+    )
     requests.record(
         sequence,
         f"admitted to worker {worker.hello.index} (epoch {worker.hello.epoch}), row {sequence.row}; "
         f"{cached} of {len(sequence.tokens)} tokens were cached"
-        f"{f', {awaited} more are being computed for another request' if awaited else ''}"
+        f"{f', {awaited} more {coming}' if awaited else ''}"
         f"{_comparison(choice, others)}{alone}",
         Stage.PLACED,
         worker.hello.index,
     )
+
+
+def _times(load: Load) -> str:
+    """The expected time of a load beside that of computing, as far as both were measured."""
+    if load.seconds is None or load.computing is None:
+        return ""
+    return f" (about {load.seconds * 1e3:.0f} ms; computing them takes {load.computing * 1e3:.0f} ms)"
 
 
 def _comparison(choice: Choice, others: Items[Choice]) -> str:

@@ -26,8 +26,9 @@ ROWS_APART = 8
 class Choice(NamedTuple):
     """A worker that may run a sequence.
 
-    It has or is computing `match` of its tokens, would have to compute `new_tokens`, and has a backlog, in tokens. It
-    runs so many sequences that run beside this one.
+    It has or is computing `match` of its tokens, or can load them. It would have to compute `new_tokens`, and has a
+    backlog, in tokens; the time of a load counts as the tokens that could be computed in it. It runs so many sequences
+    that run beside this one.
     """
 
     worker: Worker
@@ -67,8 +68,8 @@ def least_cost(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> 
 
 def choice_of(worker: Worker, sequence: Sequence) -> Choice:
     """What it costs to run a sequence on a worker."""
-    match = worker.match_tokens(sequence)
+    match, loading = worker.match_tokens(sequence)
     rows = worker.rows
     running = rows.running if sequence.background else rows.running - rows.background
     backlog = rows.tokens_to_compute(sequence.background) + TOKENS_OF_A_ROW * running
-    return Choice(worker, match, len(sequence.tokens) - match, backlog, running)
+    return Choice(worker, match, len(sequence.tokens) - match + loading, backlog, running)

@@ -223,7 +223,7 @@ class WeightsRegistry:
         if change.order.action == WeightsAction.RELEASE:
             if KV_CACHE in change.order.tags:
                 for worker in self._requests.workers.values():
-                    worker.pool.forget_cached()
+                    worker.forget_prefixes()
             self._ask(change, WeightsTask.RELEASE, tags=change.order.tags)
             return
         assert change.target is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import GENERATE, PoolingTask, StepResult, WorkerHello, WorkerStatus
+from interfaces import GENERATE, KvMoved, PoolingTask, StepResult, WorkerHello, WorkerStatus
 from scheduler.batches_in_flight import BatchesInFlight
 from scheduler.blocks import BlockPool
 from scheduler.image_rows import ImageRows
@@ -20,6 +20,7 @@ from scheduler.prefill_budget import PrefillBudget
 from scheduler.prefix_waits import Fill, PrefixWaits
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
+from scheduler.spill import Load, Spill
 from scheduler.step_deadline import StepDeadline
 from scheduler.worker_adapters import WorkerAdapters
 from scheduler.worker_weights import WorkerWeights
@@ -47,6 +48,10 @@ class Worker:
         self.min_awaited_tokens = min_awaited_tokens
         self.prefill_budget = PrefillBudget()
         self.pool = BlockPool(hello.num_blocks)
+        # Blocks that it keeps beside its KV cache.
+        self.spill = Spill(hello.spill_slots if prefix_cache else 0, clock)
+        if self.spill.slots:
+            self.pool.on_reuse = lambda block, digest: self.spill.save(block, digest, self._block_seconds)
         self.rows = RowTable(min(hello.max_rows, max_running))
         self.prefix_waits = PrefixWaits(self.rows)
         self.in_flight = StepsInFlight(self.rows, StepDeadline(stall_seconds), clock)
@@ -84,17 +89,28 @@ class Worker:
         """Whether a sequence shares no forward pass here, so that its bits depend on no other."""
         return sequence.scheduling.deterministic and not self.hello.row_invariant
 
-    def match_tokens(self, sequence: Sequence) -> int:
-        """Number of tokens of a waiting sequence that need no computing here, if it is placed now."""
+    def match_tokens(self, sequence: Sequence) -> tuple[int, int]:
+        """Number of tokens of a waiting sequence that need no computing here, if it is placed now.
+
+        Those that are loaded for it are among them. The second number says what that costs: so many tokens could be
+        computed in the same time.
+        """
         sequence.begin_with(self.weights.number)
         shared = self._match(sequence)
-        return (len(shared) + len(self._fills(sequence, len(shared)))) * self.block_size
+        fills = self._fills(sequence, len(shared))
+        if fills:
+            return (len(shared) + len(fills)) * self.block_size, 0
+        spilled = len(self._spilled(sequence, len(shared)))
+        seconds = self.spill.expected_seconds(spilled) if spilled else None
+        computing = self.prefill_budget.token_seconds
+        cost = int(seconds / computing) if seconds and computing else 0
+        return (len(shared) + spilled) * self.block_size, cost
 
     def place(self, sequence: Sequence, replica: int, limit: int, spare: int) -> bool:
         """Give a waiting sequence a row, the blocks of all its tokens, and its adapter. False if there is no room.
 
         `spare` blocks are kept for the growth of the sequences that run already. Where another row is computing more of
-        its beginning, the row waits for that.
+        its beginning, the row waits for that; where it lies beside the KV cache, until it is loaded.
         """
         if self.rows.full:
             return False
@@ -105,11 +121,13 @@ class Worker:
         shared = self._match(sequence)
         cached = len(shared) * self.block_size
         fills = self._fills(sequence, len(shared))
+        spilled = [] if fills else self._spilled(sequence, len(shared))
         shared += [fill.block for fill in fills]
         fresh = needed - len(shared)
         if fresh + self.pool.unowned(shared) + (spare if self.rows.running else 0) > self.pool.available:
             return False
         self.pool.share(shared)
+        slots = self.spill.hold(spilled)
         sequence.blocks = shared + self.pool.allocate(fresh)
         if sequence.emitted == 0 and sequence.preemptions == 0:
             sequence.queued_us = int((self._clock() - sequence.arrived) * 1e6)
@@ -120,6 +138,8 @@ class Worker:
         self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]
         if fills:
             self.prefix_waits.wait(row, fills, len(shared) * self.block_size)
+        elif slots:
+            self._load(row, len(shared), slots)
         else:
             self._begin_at(sequence, cached)
         # Those that report share few tokens of each step: a row that waited for one would be as slow.
@@ -127,14 +147,41 @@ class Worker:
             self.prefix_waits.announce(row, sequence.blocks, self._hashes(sequence), len(shared), self.block_size)
         return True
 
+    def load_of(self, sequence: Sequence) -> Load | None:
+        """The load that a running sequence waits for."""
+        row, version = sequence.row, self.rows.version[sequence.row]
+        return next((load for load in self.spill.loads() if (load.row, load.version) == (row, version)), None)
+
+    def kv_moved(self, message: KvMoved) -> list[tuple[Sequence, Load, int, float]]:
+        """Let rows run whose blocks are loaded. Returns their sequences, with the blocks and seconds of each load.
+
+        What could not be loaded is computed. ValueError for a report that fits no order.
+        """
+        told = []
+        for load, count, seconds in self.spill.answered(message):
+            row = load.row
+            if self.rows.version[row] == load.version and self.rows.awaited[row]:
+                sequence = self.rows.sequence(row)
+                tokens = (load.first + count) * self.block_size
+                self.rows.num_computed_tokens[row] = tokens
+                self.rows.awaited[row] = 0
+                self._register(row, tokens)
+                self._begin_at(sequence, tokens)
+                told.append((sequence, load, count, seconds))
+            self.pool.release(load.blocks)
+        return told
+
     def settle_waits(self) -> None:
         """Let rows run whose beginning the steps that were sent compute for others."""
         for row in self.prefix_waits.settle():
             self._begin_at(self.rows.sequence(row), int(self.rows.num_computed_tokens[row]))
 
     def take_orphans(self) -> list[Sequence]:
-        """Take off the sequences that wait for blocks which no row fills any more. They have computed nothing."""
+        """Take off the sequences that wait for blocks which nothing fills any more. They have computed nothing."""
         taken: list[Sequence] = []
+        if self.spill.late:
+            version = self.rows.version
+            taken += [self.remove(load.row) for load in self.spill.loads() if version[load.row] == load.version]
         while orphans := self.prefix_waits.orphans():
             taken += [self.remove(row) for row in orphans]
         return taken
@@ -145,9 +192,10 @@ class Worker:
         return [sequence for sequence in self.joined if not self.rows.awaited[sequence.row]]
 
     @property
-    def sends_joins(self) -> bool:
-        """Whether the worker must know of a row although nothing is computed: it begins to encode its images."""
-        return bool(self.images.takes) and any(sequence.images for sequence in self.joining)
+    def must_hear(self) -> bool:
+        """Whether the worker must get a step although nothing is computed: it encodes images, or moves blocks."""
+        encodes = bool(self.images.takes) and any(sequence.images for sequence in self.joining)
+        return encodes or self.spill.has_orders
 
     def remove(self, row: int) -> Sequence:
         """Take a sequence off the worker. Its full blocks stay in the prefix cache."""
@@ -166,9 +214,14 @@ class Worker:
         """Compute with version `number` from the next step on. The K and V of rows stay, and are shared no more."""
         self.weights.number = number
         self.weights.current = False
-        self.pool.forget_cached()
+        self.forget_prefixes()
         for row in self.rows.occupied().tolist():
             self.rows.sequence(row).mixed = True
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached prefix that no row has, here and beside the KV cache."""
+        self.pool.forget_cached()
+        self.spill.clear()
 
     def grow(self, row: int) -> None:
         """Give the sequence in `row` one more block. The caller has made sure that one is available."""
@@ -289,6 +342,10 @@ class Worker:
             tasks=self.hello.tasks,
             placed_tokens=self.placed_tokens,
             saved_tokens=self.saved_tokens,
+            spill_slots=self.spill.slots,
+            spill_used=self.spill.used,
+            spilled_blocks=self.spill.saved,
+            loaded_tokens=self.spill.loaded * self.block_size,
         )
 
     def _make_room_ahead(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int32] | None:
@@ -321,6 +378,26 @@ class Worker:
             return []
         found = self.prefix_waits.find(self._hashes(sequence)[first : sequence.reusable // self.block_size])
         return found if len(found) * self.block_size >= self.min_awaited_tokens else []
+
+    def _spilled(self, sequence: Sequence, first: int) -> list[bytes]:
+        """Digests of blocks from index `first` on that are worth loading for the beginning of `sequence`."""
+        if not self.spill.slots or not self._computes_for_others(sequence):
+            return []
+        wanted = self._hashes(sequence)[first : sequence.reusable // self.block_size]
+        return self.spill.match(wanted, self._block_seconds)
+
+    def _load(self, row: int, first: int, slots: list[int]) -> None:
+        """Hold `row` until its blocks from index `first` on are loaded. They stay owned until then, whatever comes."""
+        blocks = self.rows.sequence(row).blocks[first : first + len(slots)]
+        self.pool.share(blocks)
+        self.spill.load(row, int(self.rows.version[row]), first, blocks, slots, self._block_seconds)
+        self.rows.awaited[row] = (first + len(slots)) * self.block_size
+
+    @property
+    def _block_seconds(self) -> float | None:
+        """The measured time of computing a block of a prompt."""
+        token = self.prefill_budget.token_seconds
+        return None if token is None else token * self.block_size
 
     def _computes_for_others(self, sequence: Sequence) -> bool:
         """Whether others may wait for the blocks of a sequence, and it for theirs."""

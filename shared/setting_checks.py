@@ -46,6 +46,7 @@ _ALONE: Mapping[str, Collection[object]] = {
     "lora_dirs": ("",),
     "weights_dirs": ("",),
     "task": ("auto", "generate"),
+    "kv_spill": ("0",),
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -84,6 +85,17 @@ def parse_memory(text: str, name: str = "kv_memory") -> int | None:
     if size == 0:
         raise SettingsError(f"{name} must be auto or a size such as 512MB or 4GB, got {text!r}")
     return size
+
+
+def check_spill(size: str, folder: str, devices: str, prefix_cache: bool) -> None:
+    """Raise SettingsError unless `kv_spill` and `kv_spill_dir` fit each other and the other settings."""
+    check(size != "auto", "kv_spill", size, "0, or a size such as 20GB")
+    if not bytes_of(size):
+        check(size == "0", "kv_spill", size, "0, or a size such as 20GB")
+        check(not folder, "kv_spill_dir", folder, "used with kv_spill")
+        return
+    check(prefix_cache, "kv_spill", size, "used with prefix_cache, by which blocks are found")
+    check(bool(folder) or "cpu" not in devices, "kv_spill", size, "used with kv_spill_dir on a CPU")
 
 
 def check_adapters(text: str, taken: Collection[str]) -> None:

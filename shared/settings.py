@@ -20,7 +20,7 @@ from shared import setting_checks as known
 from shared.adapter_paths import named_paths
 from shared.logs import FORMATS
 from shared.setting_checks import SettingsError as SettingsError
-from shared.setting_checks import check, check_adapters, check_group, check_hosts, parse_memory
+from shared.setting_checks import check, check_adapters, check_group, check_hosts, check_spill, parse_memory
 from shared.setting_forms import are_devices, are_models, are_origins, entries, guesses_of, is_tcp
 
 
@@ -164,6 +164,17 @@ class Settings:
         "auto",
         "memory for the KV cache per worker, e.g. 512MB or 4GB; auto: on CPU a quarter of free memory, at most 4GB; "
         "on a GPU 90 % of all, divided by the number of workers there, without weights and what a step takes",
+    )
+    kv_spill: str = _setting(
+        "capacity",
+        "0",
+        "bytes, such as 20GB, for blocks that leave the KV cache of each worker, which come back where that is quicker "
+        "than computing them (docs/scale.md): in kv_spill_dir, or of a GPU in host memory; 0: none",
+    )
+    kv_spill_dir: str = _setting(
+        "capacity",
+        "",
+        "folder on a fast disk for kv_spill; its files have no names and end with their worker; none: host memory",
     )
     served_model_name: str = _setting(
         "model", "", "name that clients use for the model; default: the last part of MODEL"
@@ -327,6 +338,7 @@ class Settings:
             "a list of MODULE:CLASS, NAME=MODULE:CLASS, MODULE, or names of entry points",
         )
         parse_memory(self.lora_memory, "lora_memory")
+        check_spill(self.kv_spill, self.kv_spill_dir, self.devices, self.prefix_cache)
         check_adapters(self.lora, {self.public_model_name, self.model, *self.further_models})
         check(are_models(self.also, self.public_model_name), "also", self.also, known.FURTHER_MODELS)
         check_hosts(self.fetch_hosts)

@@ -92,7 +92,20 @@ def _worker_gauges(status: Status) -> Iterator[Metric]:
         blocks.add_metric([*names, "total"], worker.blocks_total)
         blocks.add_metric([*names, "used"], worker.blocks_used)
         blocks.add_metric([*names, "cached"], worker.blocks_cached)
-    yield from (running, blocks)
+    yield from (running, blocks, _spill_gauge(status))
+
+
+def _spill_gauge(status: Status) -> Metric:
+    beside = GaugeMetricFamily(
+        "tokenyard_kv_spill_blocks",
+        "Places for blocks beside the KV cache (kv_spill)",
+        labels=[*_WORKER_LABELS, "state"],
+    )
+    for worker in status.workers:
+        names = [worker.device, str(worker.index)]
+        beside.add_metric([*names, "total"], worker.spill_slots)
+        beside.add_metric([*names, "used"], worker.spill_used)
+    return beside
 
 
 def _adapter_gauges(status: Status) -> Iterator[Metric]:
@@ -125,7 +138,19 @@ def _worker_counters(status: Status) -> Iterator[Metric]:
         drafted.add_metric(names, worker.drafted)
         accepted.add_metric(names, worker.accepted)
     yield from (steps, starts, drafted, accepted, placed, saved)
+    yield from _spill_counters(status)
     yield from _guess_counters(status)
+
+
+def _spill_counters(status: Status) -> Iterator[Metric]:
+    labels = _WORKER_LABELS
+    spilled = CounterMetricFamily("tokenyard_worker_spilled_blocks", "Blocks that went to kv_spill", labels=labels)
+    loaded = CounterMetricFamily("tokenyard_worker_loaded_tokens", "Tokens that came back from kv_spill", labels=labels)
+    for worker in status.workers:
+        names = [worker.device, str(worker.index)]
+        spilled.add_metric(names, worker.spilled_blocks)
+        loaded.add_metric(names, worker.loaded_tokens)
+    yield from (spilled, loaded)
 
 
 def _guess_counters(status: Status) -> Iterator[Metric]:

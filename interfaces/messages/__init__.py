@@ -5,8 +5,8 @@ API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Or
 `SessionAnswer`, `AdapterAnswer`, `WeightsAnswer`, `InquiryAnswer`, `DecisionsAnswer` the other.
 
 Scheduler <-> worker: `Step`, `Batch`, `PixelStep`, `LoadAdapter`, `DropAdapter`, `WeightsCommand`, `Retire`, `Ping`,
-`Welcome`, `Refusal` one way, `WorkerHello`, `StepResult`, `Ready`, `BatchResult`, `PixelResult`, `AdapterLoaded`,
-`AdapterFailed`, `WeightsReport`, `WorkerGoodbye` the other.
+`Welcome`, `Refusal` one way, `WorkerHello`, `StepResult`, `Ready`, `KvMoved`, `BatchResult`, `PixelResult`,
+`AdapterLoaded`, `AdapterFailed`, `WeightsReport`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -48,6 +48,7 @@ from interfaces.messages.api import (
     WorkerStatus,
 )
 from interfaces.messages.decisions import Decision, DecisionsAnswer, DecisionsInquiry, Stage
+from interfaces.messages.kv_moves import KvMoved
 from interfaces.messages.pixels import PixelJoin, PixelPreview, PixelResult, PixelStep
 from interfaces.messages.sessions import (
     SESSION_MEDIA_BYTES,
@@ -131,6 +132,7 @@ __all__ = [
     "Inquiry",
     "InquiryAnswer",
     "Join",
+    "KvMoved",
     "LoadAdapter",
     "Message",
     "Order",
@@ -199,6 +201,7 @@ Message = (
     | Step
     | StepResult
     | Ready
+    | KvMoved
     | Batch
     | BatchResult
     | LoadAdapter

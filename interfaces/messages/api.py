@@ -223,6 +223,8 @@ class WorkerStatus:
     the worker's own counts (`WorkerHello`), a second old at most, and so are those of images: `encoded` in
     `encode_ms`, and `image_hits`. `backend` describes in words what runs the model. `steps` counts batches of texts,
     too. Sequences of `placed_tokens` tokens were placed on it; `saved_tokens` of these were in its prefix cache.
+    Of `spill_slots` places beside its cache `spill_used` hold blocks; `spilled_blocks` were saved there, and
+    `loaded_tokens` came back.
     """
 
     device: str
@@ -245,6 +247,10 @@ class WorkerStatus:
     accepted_at: list[int] = field(default_factory=list)
     placed_tokens: int = 0
     saved_tokens: int = 0
+    spill_slots: int = 0
+    spill_used: int = 0
+    spilled_blocks: int = 0
+    loaded_tokens: int = 0
 
 
 @message(6)

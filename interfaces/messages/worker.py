@@ -90,6 +90,8 @@ class WorkerHello:
     facts: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     codec: CodecFacts | None = None
+    spill_slots: int = 0
+    spill_place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,9 @@ class Join:
 @message(17)
 @dataclass(slots=True)
 class Step:
-    """One forward pass on one worker. Order of effects: `drop`, `joins`, `new_blocks`, then the forward over `rows`.
+    """One forward pass on one worker.
+
+    Order of effects: `save`, `load`, `drop`, `joins`, `new_blocks`, then the forward over `rows`.
 
     Row rows[i] computes its next ntok[i] tokens (1 each when `ntok` is None). A row whose known tokens are all computed
     then samples one more. `new_blocks` are triples (row, index in the row's block table, block). `incarnation` names
@@ -150,6 +154,10 @@ class Step:
 
     `ahead[i]` further positions of row rows[i] have blocks: the worker may fill them with guesses at the tokens that
     follow (None: none).
+
+    `save` are triples (block, slot, 0): what the block holds before this step is kept in the slot beside the KV cache.
+    `load` are triples (ticket, slot, block): the block gets what the slot has, some time after this step has begun. The
+    triples of a ticket are consecutive, and no row has its blocks before `KvMoved` has answered it.
     """
 
     incarnation: int
@@ -161,6 +169,8 @@ class Step:
     drop: I32
     joins: list[Join]
     ahead: I32 | None = None
+    save: I32x3 | None = None
+    load: I32x3 | None = None
 
 
 @message(18)

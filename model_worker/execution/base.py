@@ -22,6 +22,7 @@ from model_worker.drafters.pass_times import PassTimes
 from model_worker.drafters.several import Drafters
 from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
+from model_worker.kv_spill.mover import KvMover
 from model_worker.model import TakeResiduals
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampling.sampler import Sampled, SamplerRows
@@ -89,6 +90,8 @@ class RunningRows:
         self.encoding: EncodeQueue | None = None
         # Reads adapters beside the steps; None: the model takes none.
         self.adapters: AdapterLoads | None = None
+        # Keeps blocks beside the KV cache; None: none are kept.
+        self.moves: KvMover | None = None
         self.gives_hidden_states = gives_hidden_states
         # None: nothing is guessed.
         self.drafters: Drafters | None = None

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Join, Step, StepResult, TokenRuns, WorkerHello, decode, encode
+from interfaces import Join, KvMoved, Step, StepResult, TokenRuns, WorkerHello, decode, encode
 
 VOCAB = 997
 EMPTY = -7
@@ -33,7 +33,16 @@ def naive_generate(prompt: list[int], seed: int, stop_ids: list[int], limit: int
 
 
 class SimulatedWorker:
-    def __init__(self, index: int, epoch: int, num_blocks: int, block_size: int, max_rows: int, max_model_len: int):
+    def __init__(
+        self,
+        index: int,
+        epoch: int,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_model_len: int,
+        spill_slots: int = 0,
+    ):
         self.hello = WorkerHello(
             device="test",
             index=index,
@@ -48,7 +57,10 @@ class SimulatedWorker:
             dtype="float32",
             attention="none",
             guesses=True,
+            spill_slots=spill_slots,
+            spill_place="the test's disk",
         )
+        self.moves = Moves(self, spill_slots)
         self.memory = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.tables: dict[int, dict[int, int]] = {}
         self.joins: dict[int, Join] = {}
@@ -60,6 +72,7 @@ class SimulatedWorker:
     def run(self, sent: Step) -> StepResult:
         step = decode(encode(sent))
         assert isinstance(step, Step)
+        self.moves.order(step)
         for row in step.drop.tolist():
             del self.joins[row], self.tokens[row], self.computed[row], self.tables[row]
         for join in step.joins:
@@ -114,6 +127,74 @@ class SimulatedWorker:
         for position in range(self.computed[row], self.computed[row] + ahead - right):
             self.memory[table[position // size], position % size] = WRONG
         return more
+
+
+class Moves:
+    """Saves and loads blocks as a worker's thread does: in the order of the steps, and some time after them."""
+
+    def __init__(self, worker: SimulatedWorker, slots: int) -> None:
+        self.worker = worker
+        self.slots: list[NDArray[np.int64] | None] = [None] * slots
+        # Share of moves that fail.
+        self.failing = 0.0
+        # Slots behind this one cannot be written.
+        self.room = slots
+        self.pending: list[tuple[int, list[tuple[int, NDArray[np.int64] | int | None]]]] = []
+        self.step: Step | None = None
+        self._random = random.Random(worker.hello.index)
+
+    def order(self, step: Step) -> None:
+        self.step = step
+        for block, slot, _ in [] if step.save is None else step.save.tolist():
+            skipped = self._random.random() < self.failing
+            self.pending.append((0, [(slot, None if skipped else self.worker.memory[block].copy())]))
+        for ticket, slot, block in [] if step.load is None else step.load.tolist():
+            if self.pending and self.pending[-1][0] == ticket:
+                self.pending[-1][1].append((slot, block))
+            else:
+                self.pending.append((ticket, [(slot, block)]))
+
+    def move(self, most: int) -> KvMoved | None:
+        """Carry out the next orders, `most` at most; None if there is nothing to say."""
+        step = self.step
+        done, self.pending = self.pending[:most], self.pending[most:]
+        loads: list[tuple[int, int]] = []
+        skipped: list[int] = []
+        broken: list[int] = []
+        full = False
+        for ticket, parts in done:
+            count = 0
+            for slot, content in parts:
+                fails = self._random.random() < self.failing
+                if isinstance(content, int):
+                    kept = self.slots[slot]
+                    if kept is None or fails:
+                        broken += [slot] if fails else []
+                        break
+                    self.worker.memory[content] = kept
+                    count += 1
+                elif content is None or fails or slot >= self.room:
+                    (skipped if content is None else broken).append(slot)
+                    full |= slot >= self.room
+                    self.slots[slot] = None
+                else:
+                    self.slots[slot] = content
+            if ticket:
+                loads.append((ticket, count))
+        if step is None or not (loads or skipped or broken):
+            return None
+        tickets, blocks = zip(*loads, strict=True) if loads else ((), ())
+        return KvMoved(
+            step.incarnation,
+            step.epoch,
+            self.worker.hello.index,
+            _column(list(tickets)),
+            _column(list(blocks)),
+            np.full(len(loads), 0.001, np.float32),
+            _column(skipped),
+            _column(broken),
+            full,
+        )
 
 
 def _column(values: list[int]) -> NDArray[np.int32]:

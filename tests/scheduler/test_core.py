@@ -65,9 +65,14 @@ class Yard:
             result = self.workers[index].run(self.in_flight[index].popleft())
             self.clock.advance(self._seconds.uniform(0.01, 0.02))
             self.scheduler.step_result(decode(encode(result)))
+        moving = [worker for worker in self.workers.values() if worker.moves.pending]
+        if moving:
+            moved = self.random.choice(moving).moves.move(most=self.random.randint(0, 6))
+            if moved is not None:
+                self.scheduler.kv_moved(decode(encode(moved)))
         self._read_results()
         self.check_blocks()
-        return bool(busy)
+        return bool(busy or moving)
 
     def drain(self) -> None:
         for _ in range(100_000):
@@ -94,6 +99,9 @@ class Yard:
             owners = [0] * worker.pool.num_blocks
             for sequence in worker.rows.sequences:
                 for block in sequence.blocks if sequence else ():
+                    owners[block] += 1
+            for load in worker.spill.loads():
+                for block in load.blocks:
                     owners[block] += 1
             assert owners == worker.pool._owners
             assert worker.pool.used == sum(count > 0 for count in owners)
