@@ -28,5 +28,7 @@ def kv_mover(
     slots = min(size // blocks.block_bytes, MOST_SLOTS)
     if not slots:
         raise ValueError(f"kv_spill of {size} bytes holds no block, which takes {blocks.block_bytes} bytes: raise it")
-    place = DiskPlace(Path(folder), blocks.block_bytes) if folder else MemoryPlace(slots, blocks.block_bytes)
+    place = (
+        DiskPlace(Path(folder).expanduser(), blocks.block_bytes) if folder else MemoryPlace(slots, blocks.block_bytes)
+    )
     return KvMover(blocks, place, slots, num_blocks, epoch, index)

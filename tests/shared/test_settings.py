@@ -45,6 +45,9 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "max_queued": st.integers(1, 10**6),
     "max_best_of": st.integers(1, 64),
     "kv_memory": st.one_of(st.just("auto"), st.integers(1, 4000).map(lambda n: f"{n}MB")),
+    # Another size wants a folder and prefix_cache: below.
+    "kv_spill": st.just("0"),
+    "kv_spill_dir": st.just(""),
     "also": st.sampled_from(["embedder=org/embedder", "embedder=a/b,reranker=c/d"]),
     "lora": st.sampled_from(["", "sql=./sql", "sql=/a/b, fr:v2=c"]),
     "lora_dirs": st.sampled_from(["/adapters", "./a,./b"]),
@@ -154,6 +157,11 @@ def test_the_run_directorys_file_brings_the_same_settings(
         ({"limit_images": 1025}, ["limit_images must be 0 to 1024, got 1025"]),
         ({"max_image_tokens": 1}, ["max_image_tokens must be at least 16, got 1"]),
         ({"kv_memory": "lots"}, ["kv_memory", "'lots'", "512MB", "command line"]),
+        ({"kv_spill": "lots", "kv_spill_dir": "/x"}, ["kv_spill must be 0, or a size such as 20GB, got 'lots'"]),
+        ({"kv_spill": "auto", "kv_spill_dir": "/x"}, ["kv_spill must be 0, or a size", "'auto'", "command line"]),
+        ({"kv_spill": "1GB", "devices": "cpu"}, ["kv_spill must be used with kv_spill_dir on a CPU", "'1GB'"]),
+        ({"kv_spill": "1GB", "kv_spill_dir": "/x", "prefix_cache": False}, ["kv_spill", "prefix_cache"]),
+        ({"kv_spill_dir": "/x"}, ["kv_spill_dir must be used with kv_spill, got '/x'"]),
         ({"host": ""}, ["host", "127.0.0.1"]),
         (
             {"fetch_hosts": "a.example,http://b"},
@@ -171,6 +179,7 @@ def test_the_run_directorys_file_brings_the_same_settings(
                 ("lora", "a=b", "use lora ''"),
                 ("task", "embed", "use task 'auto'"),
                 ("devices", "cuda:0", "use devices cpu"),
+                ("kv_spill", "1GB", "use kv_spill '0'"),
             )
         ),
         ({"devices": "none"}, ["devices", "worker_endpoint"]),

@@ -340,6 +340,7 @@ ELSEWHERE = {
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionMedium", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     *("Batch", "BatchResult", "PixelJoin", "PixelPreview", "PixelResult", "PixelStep", "Ready", "Vectors"),
+    "KvMoved",
     *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
     *("GroupSpec", "TensorSpec", "WeightsAnswer", "WeightsCommand", "WeightsOrder", "WeightsReport", "WeightsStatus"),
     "WeightsVersion",
