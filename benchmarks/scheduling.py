@@ -11,6 +11,7 @@ sleeps and wakes for each, as it does beside a model that takes its time.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,7 @@ from interfaces import (
     decode,
     encode,
 )
-from shared.endpoints import RunDirectory
+from shared.endpoints import RunDirectory, worker_identity
 from shared.settings import Settings
 from shared.sockets import connect_dealer
 
@@ -98,14 +99,14 @@ class Stage:
         blocks = rows * 400
         self._rows = rows
         self._hello = WorkerHello(
-            "none", 0, 0, 0, blocks, BLOCK_SIZE, rows, MAX_MODEL_LEN, 1000, "none", "none", "none"
+            "none", 0, 0, os.getpid(), blocks, BLOCK_SIZE, rows, MAX_MODEL_LEN, 1000, "none", "none", "none"
         )
         self._left: dict[int, int] = {}
         # Requests submitted so far.
         self._handles = np.empty(0, np.int32)
         self._weights = np.ones(COLD_BYTES // 8 if cold else 0)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._worker = connect_dealer(self._context, run_directory.worker_endpoint, b"worker")
+        self._worker = connect_dealer(self._context, run_directory.worker_endpoint, worker_identity(0, 0, os.getpid()))
         self._replica = connect_dealer(self._context, run_directory.api_endpoint, b"replica")
         self._steps = 0
         self._next_hello = 0.0
