@@ -167,9 +167,14 @@ class EngineClient:
         finally:
             self.cancel([submission])
 
-    def stream(self, context: PoolingContext, scheduling: SchedulingOptions | None = None) -> StreamedSubmission:
-        """Sends texts whose values are handed out one after another, until `cancel`. A refusal comes with the first."""
-        submission = StreamedSubmission(self._new_handle(), context, scheduling or SchedulingOptions())
+    def stream(
+        self, context: PoolingContext, scheduling: SchedulingOptions | None = None, again: bool = False
+    ) -> StreamedSubmission:
+        """Sends texts whose values are handed out one after another, until `cancel`. A refusal comes with the first.
+
+        `again`: they belong to a request that was in the queue before.
+        """
+        submission = StreamedSubmission(self._new_handle(), context, scheduling or SchedulingOptions(), again)
         self._submit(submission, context.task)
         return submission
 

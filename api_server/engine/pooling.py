@@ -131,8 +131,10 @@ class StreamedSubmission(PooledSubmission):
 
     __slots__ = ("_arrived", "_found", "_last_preview", "_previews")
 
-    def __init__(self, handle: int, context: PoolingContext, scheduling: SchedulingOptions) -> None:
-        super().__init__(handle, context, scheduling)
+    def __init__(
+        self, handle: int, context: PoolingContext, scheduling: SchedulingOptions, again: bool = False
+    ) -> None:
+        super().__init__(handle, context, scheduling, again)
         self._arrived = asyncio.Event()
         # Values of texts that were not handed out.
         self._found: dict[int, NDArray[np.float32]] = {}

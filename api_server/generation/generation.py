@@ -188,8 +188,9 @@ class Generation:
                 self._finished(answer.choice, delta.finish)
             elif answer.reasoning_budget_reached:
                 self._drop(submission)
-                own = self._scheduling(f"{answer.choice.index} after thinking")
-                after = self._server.engine.submit(answer.go_on(), self._inbox, own)
+                # What was admitted once goes on: it has no limit in the queue, and is not refused for its length.
+                own = replace(self._scheduling(f"{answer.choice.index} after thinking"), queue_seconds=None)
+                after = self._server.engine.submit(answer.go_on(), self._inbox, own, again=True)
                 after.versions = answer.choice.versions
                 answer.guesses_before = answer.choice.guesses
                 self._running[after] = answer

@@ -48,10 +48,10 @@ class Aloud:
         RequestFailed."""
         if not self._can_speak(sentence):
             return
-        # It belongs to a request that was admitted, which has one time limit.
+        # It belongs to a request that was admitted: that has one time limit, and waits however long the queue is.
         left = None if self._deadline is None else max(0.001, self._deadline - time.monotonic())
         scheduling.current.set(replace(scheduling.current.get(), total_seconds=left, queue_seconds=None))
-        spoken = await speak(self._call, Wish(input=sentence, voice=self._voice, seed=self._seed))
+        spoken = await speak(self._call, Wish(input=sentence, voice=self._voice, seed=self._seed), again=True)
         self._seed = (self._seed + 1) % (MOST_SEED + 1)
         self._spoken = spoken
         try:

@@ -78,9 +78,9 @@ class GeneratedSpeech:
         """Speech tokens so far."""
         return self._shot.generated
 
-    def begin(self) -> None:
-        """Send the first part to the model."""
-        self._generation = self._started(0)
+    def begin(self, again: bool = False) -> None:
+        """Send the first part to the model. `again`: it belongs to a request that was in the queue before."""
+        self._generation = self._started(0, again)
 
     async def pieces(self) -> AsyncIterator[NDArray[np.float32]]:
         """The samples of each window, -1 to 1. Raises RequestFailed; the endpoint records it."""
@@ -153,16 +153,16 @@ class GeneratedSpeech:
         """Seconds of the request's time that are left."""
         return None if self._deadline is None else max(0.001, self._deadline - time.monotonic())
 
-    def _started(self, i: int) -> Generation:
+    def _started(self, i: int, again: bool = True) -> Generation:
         """Sends a part of the text to the model."""
         given = scheduling.current.get()
         # What was admitted once goes on: it has no limit in the queue.
-        queue_seconds = None if i else given.queue_seconds
+        queue_seconds = None if again else given.queue_seconds
         scheduling.current.set(replace(given, total_seconds=self._left(), queue_seconds=queue_seconds))
         # Sound has no tokens that a client could name.
         resume.current.set(None)
         item = self._prepared(self._prompts[i], self._sampling[i])
-        self._generation = Generation(self._server, [item], part=True, again=i > 0)
+        self._generation = Generation(self._server, [item], part=True, again=again)
         return self._generation
 
     def _prepared(self, ids: list[int], sampling: SamplingParams) -> Prepared:
@@ -177,8 +177,11 @@ class GeneratedSpeech:
         return Prepared(request, Prompt(None, np.array(ids, np.int32)), sampling)
 
 
-async def generate_speech(call: Call, model: SpeakingModel, wish: Wish) -> GeneratedSpeech:
-    """Submits a text. Raises RequestFailed for what the model cannot speak."""
+async def generate_speech(call: Call, model: SpeakingModel, wish: Wish, again: bool = False) -> GeneratedSpeech:
+    """Submits a text, `again` one of a request that was in the queue before.
+
+    Raises RequestFailed for what the model cannot speak.
+    """
     server = call.server
     with receiving(server.observers, call.path):
         if wish.speed != 1:
@@ -192,5 +195,5 @@ async def generate_speech(call: Call, model: SpeakingModel, wish: Wish) -> Gener
         reason = server.health.reason or "no model worker has reported its codec"
         raise RequestFailed(ErrorKind.UNAVAILABLE, f"the model is not loaded yet: {reason}")
     speech = GeneratedSpeech(call, model, codec, wish, prompts)
-    speech.begin()
+    speech.begin(again)
     return speech

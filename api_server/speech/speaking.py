@@ -75,12 +75,15 @@ class Speech:
         self._report.left()
 
 
-async def speak(call: Call, wish: Wish) -> Speech | GeneratedSpeech:
-    """Submits a text. Raises RequestFailed for what the served model cannot speak."""
+async def speak(call: Call, wish: Wish, again: bool = False) -> Speech | GeneratedSpeech:
+    """Submits a text. Raises RequestFailed for what the served model cannot speak.
+
+    `again`: it belongs to a request that was in the queue before.
+    """
     server = call.server
     files = check(server)
     if isinstance(files, SpeakingModel):
-        return await generate_speech(call, files, wish)
+        return await generate_speech(call, files, wish, again)
     if wish.instructions:
         raise RequestFailed(
             ErrorKind.UNSUPPORTED, "instructions: this model takes none, so leave the field out", field="instructions"
@@ -103,7 +106,7 @@ async def speak(call: Call, wish: Wish) -> Speech | GeneratedSpeech:
     key = call.caller.name
     shot = OneShot(call.path, call.received, count, len(context.tokens), key, server.model_name, sound=sound)
     report = Report(server, shot)
-    submission = server.engine.stream(context, scheduling.current.get())
+    submission = server.engine.stream(context, scheduling.current.get(), again)
     return Speech(files.sample_rate, first, count, len(context.tokens), server, report, sound, submission)
 
 

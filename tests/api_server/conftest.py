@@ -64,7 +64,7 @@ from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.request.lora import LoRAOperation, LoRAStatus
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.pooled_values import PooledValues
-from interfaces.result.results import RequestError
+from interfaces.result.results import ErrorCode, RequestError
 from interfaces.wire.codec import decode
 from scheduler.request_log import RequestLog
 from scheduler.sessions import Sessions
@@ -166,6 +166,8 @@ class SchedulerDouble:
     silent: threading.Event = field(default_factory=threading.Event)
     """While set, no Status is sent."""
     refuse: RequestError | None = None
+    full_from: int | None = None
+    """The number of submits from which on the queue is full for all that were not in it before."""
     cached: int = 0
     guesses: list[int] = field(default_factory=list)
     queued_us: int = 1500
@@ -312,6 +314,10 @@ class SchedulerDouble:
             self.submits.append(message)
             if self.refuse is not None:
                 send_to(router, replica, self._refusal(message, self.refuse))
+                return
+            if self.full_from is not None and len(self.submits) > self.full_from and not message.again:
+                full = RequestError(ErrorCode.OVERLOADED, "the queue is full")
+                send_to(router, replica, self._refusal(message, full))
                 return
             key = (replica, message.handle)
             if isinstance(message.context, PoolingContext):

@@ -141,8 +141,11 @@ def test_a_budget_ends_reasoning(live: LiveServer, tokenizer: Tokenizer, budget:
 
     live.double.answer = answer
     live.double.steps = 1
+    # An answer that has begun goes on, however full the queue is.
+    live.double.full_from = 1
     body = chat(tools=None, max_thinking_tokens=budget, logprobs=logprobs)
     whole = post(live, "/v1/chat/completions", body).json()
+    live.double.full_from = None
     message = whole["choices"][0]["message"]
     kept = budget - 1  # the token that completes the marker is the first that counts
     assert message["content"] == "Yes."
