@@ -32,6 +32,7 @@ from api_server.media.facts import ImageFacts
 from api_server.media.images import Images
 from api_server.media.originals import Originals
 from api_server.media.protocol import Start
+from api_server.media.voice_clips import VoiceClips
 from api_server.text.late_interaction import TokenMarks, keep_whole, token_marks
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
@@ -213,6 +214,13 @@ class ServerState:
         )
 
     @cached_property
+    def voice_clips(self) -> VoiceClips:
+        """The clips of voices to imitate. Made for a model that generates speech tokens."""
+        assert self.speaking is not None
+        rate = self.speaking.files.codec.clip_rate
+        return VoiceClips(rate, self.engine.segments, self.image_key, self._observe_clip)
+
+    @cached_property
     def images(self) -> Images:
         """The images, or the sounds, of requests. Made for a model that sees or listens."""
         most = self.settings.max_image_tokens or self._image_tokens()
@@ -254,7 +262,7 @@ class ServerState:
 
     async def close_media(self) -> None:
         """Ends the processes that read images and sound, as far as there are any."""
-        for name in ("images", "clips", "originals"):
+        for name in ("images", "clips", "originals", "voice_clips"):
             if name in self.__dict__:
                 await self.__dict__[name].client.close()
 

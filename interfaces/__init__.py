@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from interfaces.base.log_probabilities import LogProbabilities as LogProbabilities
     from interfaces.base.request_id import *
     from interfaces.base.status import *
+    from interfaces.context.codec_windows import ClipContext as ClipContext
     from interfaces.context.codec_windows import CodecContext as CodecContext
     from interfaces.context.codec_windows import CodecFacts as CodecFacts
     from interfaces.context.grammar_state import GrammarEnforcementSnapshot as GrammarEnforcementSnapshot
@@ -81,7 +82,7 @@ request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT Samp
 result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 result.pooled_values: PooledValues
 result.results: ErrorCode RequestError SchedulerResult
-context.codec_windows: CodecContext CodecFacts
+context.codec_windows: ClipContext CodecContext CodecFacts
 context.grammar_state: GrammarEnforcementSnapshot GrammarState
 context.images: ImageMetadata
 context.media: PixelContext SpeechContext

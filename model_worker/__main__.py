@@ -98,7 +98,9 @@ def main() -> None:
             built = build(settings, arguments.index, arguments.device, epoch, arguments.models, file, group)
             engine, hello, compilation, weights = built
             beside = engine.encoding, engine.adapters, weights
-            speaking, hello = with_codec(engine, hello, settings.model, not arguments.connect, phases.tensors)
+            speaking, hello = with_codec(
+                engine, hello, settings.model, not arguments.connect, phases.tensors, settings.voice_clips
+            )
             trouble = None if group is None else group.trouble
             last = index_file, trouble, engine.moves
             worker = partial(serve, speaking, hello, endpoint, keys, compilation, *beside, *last)

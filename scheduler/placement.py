@@ -21,6 +21,8 @@ from scheduler.workers import Worker
 
 # Tasks whose values are vectors, which can be cut to fewer dimensions.
 _VECTOR_TASKS = (PoolingTask.EMBED, PoolingTask.EMBED_TOKENS)
+# Tasks of a codec beside a model that generates speech tokens.
+_OF_CODECS = (PoolingTask.DECODE_SPEECH, PoolingTask.ENCODE_SPEECH)
 
 
 def doing(task: str, workers: Iterable[Worker]) -> list[Worker]:
@@ -77,8 +79,8 @@ def text_misfit(context: PoolingContext, workers: Collection[Worker], wanted: in
         return _no_worker(context.task, workers)
     longest = int(context.lengths.max())
     most = max_model_len(able, wanted)
-    # A window of codes has what the codec needs around it, however few tokens the model's own texts may have.
-    if longest > most and context.task is not PoolingTask.DECODE_SPEECH:
+    # Windows of codes and clips may be longer than the model's own texts.
+    if longest > most and context.task not in _OF_CODECS:
         text = f"text {int(context.lengths.argmax())} has {longest} tokens; a text may have {most}"
         return RequestError(ErrorCode.TOO_LONG, text)
     known = vocab_size(able)

@@ -48,6 +48,11 @@ class CodecFiles:
         return int(self.config.get("output_sampling_rate") or self.config.get("sampling_rate") or 24_000)
 
     @property
+    def clip_rate(self) -> int:
+        """Samples a second of a clip that is encoded."""
+        return int(self.config.get("sampling_rate") or 24_000)
+
+    @property
     def codes_of_frame(self) -> tuple[int, ...]:
         """How many codes of each codebook a frame has."""
         if self.kind == SNAC:

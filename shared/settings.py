@@ -257,6 +257,12 @@ class Settings:
         "tokens that one video may take: frames become smaller, or fewer; default: four times max_image_tokens",
     )
     max_audio_seconds: int = _setting("capacity", 1800, "longest sound file of a request, in seconds, at most 1800")
+    voice_clips: bool = _setting(
+        "behaviour",
+        False,
+        "let requests for speech have a clip of the voice to imitate (ref_audio), where the model generates speech "
+        "tokens; whoever may ask can then make it sound like anybody",
+    )
     media_cache: str = _setting(
         "capacity",
         "256MiB",

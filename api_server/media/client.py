@@ -14,7 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from typing import Any
 
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.media.protocol import Answer, Start
+from api_server.media.protocol import SOUND_FIELDS, Answer, Start
 from shared.liveness import SUPERVISOR_PID
 from shared.pipe_messages import end_process, message_unpacker, send_message
 
@@ -30,7 +30,7 @@ class MediaClient:
 
     def __init__(self, start: Start) -> None:
         self._first = start
-        self._what = "sound" if "mel" in start or "most_seconds" in start else "images"
+        self._what = "sound" if SOUND_FIELDS & start.keys() else "images"
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._number = 0
         self._process: Process | None = None

@@ -30,7 +30,7 @@ from api_server.media.decode import (
     upright_size_of,
 )
 from api_server.media.log_mel import log_mel
-from api_server.media.protocol import Answer, EditJob, Job, SoundJob, Start, jobs_at_once, packed
+from api_server.media.protocol import SOUND_FIELDS, Answer, EditJob, Job, SoundJob, Start, jobs_at_once, packed
 from api_server.media.sound import SoundRefused
 from api_server.media.sound import decoded as decoded_sound
 from api_server.media.sound import warm_up as warm_up_sound
@@ -104,6 +104,17 @@ def heard(form: MelForm, job: SoundJob) -> Answer:
         samples = decoded_sound(job["sound"], form.rate, job["most_seconds"])
         features = packed(log_mel(samples, form), job["segments"])
         return {"arrays": {"features": features}, "seconds": len(samples) / form.rate}
+    except SoundRefused as refused:
+        return {"error": str(refused)}
+    except MemoryError:
+        return {"error": _TOO_LARGE}
+
+
+def sampled(rate: int, job: SoundJob) -> Answer:
+    """The samples [1, n] of a sound, or the `error`."""
+    try:
+        samples = decoded_sound(job["sound"], rate, job["most_seconds"])
+        return {"arrays": {"features": packed(samples[None], job["segments"])}, "seconds": len(samples) / rate}
     except SoundRefused as refused:
         return {"error": str(refused)}
     except MemoryError:
@@ -202,7 +213,7 @@ def main() -> None:
         send(answers, facts)
         gc.collect()
         gc.freeze()  # a collection in a child would copy every page
-        MediaProcess(work, answers, "mel" in start or "most_seconds" in start).run(requests, unpacker)
+        MediaProcess(work, answers, bool(SOUND_FIELDS & start.keys())).run(requests, unpacker)
 
 
 def _loaded(start: Start) -> tuple[Callable[[Any], Answer], dict[str, Any]]:
@@ -211,6 +222,9 @@ def _loaded(start: Start) -> tuple[Callable[[Any], Answer], dict[str, Any]]:
         return _hearing(MelForm(**start["mel"]))
     if "most_seconds" in start:
         return _listening(start)
+    if "rate" in start:
+        warm_up_sound()
+        return partial(sampled, start["rate"]), {}
     return (edited, {}) if start.get("edits") else _seeing(start)
 
 

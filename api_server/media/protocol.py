@@ -18,6 +18,10 @@ from shared.resources import usable_cores
 _MOST_AT_ONCE = 4
 
 
+# Fields of a Start for sound.
+SOUND_FIELDS = frozenset({"mel", "most_seconds", "rate"})
+
+
 def jobs_at_once() -> int:
     """Number of jobs that the media process does at once: two at least, so that an image need not wait for a video."""
     return max(2, min(_MOST_AT_ONCE, usable_cores()))
@@ -26,7 +30,7 @@ def jobs_at_once() -> int:
 class Start(TypedDict, total=False):
     """What the media process loads: a model's image processor, with `mel` what reads sound for a recogniser, and with
     `most_seconds` what reads sound for a model that hears. With `edits` it loads nothing, and reads images that are to
-    be painted anew."""
+    be painted anew; with `rate` it makes sound files samples of that rate."""
 
     model: str
     edits: bool
@@ -37,6 +41,7 @@ class Start(TypedDict, total=False):
     mel: dict[str, int]
     # Length of the longest sound.
     most_seconds: float
+    rate: int
 
 
 class Job(TypedDict):
@@ -60,7 +65,7 @@ class Job(TypedDict):
 
 
 class SoundJob(TypedDict):
-    """One sound file to be made features."""
+    """One sound file to be made features, or samples."""
 
     number: int
     sound: bytes

@@ -22,6 +22,7 @@ from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.generation.generation import Generation
 from api_server.generation.preparation import Prepared
 from api_server.pooling.report import Report
+from api_server.speech.cloning import voice_of_clip
 from api_server.speech.reading import MOST_SEED, random_seed
 from api_server.speech.sentences import parts_of
 from api_server.speech.wish import Wish
@@ -30,6 +31,7 @@ from api_server.text.speaking_model import SpeakingModel
 from api_server.text.tokenizer import Prompt
 from api_server.web.endpoint import Call
 from interfaces import CodecContext, CodecFacts, PoolingTask, RequestID, SamplingParams, TextGenerationRequest
+from shared.speech_tokens import Voice
 from shared.speech_windows import Window, Windows
 
 
@@ -40,11 +42,17 @@ class GeneratedSpeech:
     in_one_piece = False
 
     def __init__(
-        self, call: Call, model: SpeakingModel, codec: CodecFacts, wish: Wish, prompts: list[list[int]]
+        self,
+        call: Call,
+        model: SpeakingModel,
+        codec: CodecFacts,
+        seed: int | None,
+        voice: Voice,
+        prompts: list[list[int]],
     ) -> None:
         self.sample_rate = codec.sample_rate
         # The seed of the first part; each has the next one.
-        self.seed = random_seed() if wish.seed is None else wish.seed
+        self.seed = random_seed() if seed is None else seed
         self.tokens = sum(map(len, prompts))
         self._server: ServerState = call.server
         self._call = call
@@ -56,7 +64,6 @@ class GeneratedSpeech:
             model.sampling((self.seed + i) % (MOST_SEED + 1), len(prompt), codec, limit)
             for i, prompt in enumerate(prompts)
         ]
-        voice = model.voice(wish.voice)
         self._windows = Windows(model.files.width, codec, model.codes_of(list(voice.tokens), 0))
         self._generation: Generation | None = None
         self._sound = Sound()
@@ -186,7 +193,7 @@ async def generate_speech(call: Call, model: SpeakingModel, wish: Wish, again: b
     with receiving(server.observers, call.path):
         if wish.speed != 1:
             raise invalid(f"speed must be 1 for a model that generates speech tokens, got {wish.speed:g}", "speed")
-        voice = model.voice(wish.voice)
+        voice = await voice_of_clip(call, model, wish) if wish.ref_audio else model.voice(wish.voice)
         prompts = await call.apart(
             lambda: model.prompts(parts_of(wish.input, model.files.characters), voice, wish.instructions)
         )
@@ -194,6 +201,6 @@ async def generate_speech(call: Call, model: SpeakingModel, wish: Wish, again: b
     if codec is None:
         reason = server.health.reason or "no model worker has reported its codec"
         raise RequestFailed(ErrorKind.UNAVAILABLE, f"the model is not loaded yet: {reason}")
-    speech = GeneratedSpeech(call, model, codec, wish, prompts)
+    speech = GeneratedSpeech(call, model, codec, wish.seed, voice, prompts)
     speech.begin(again)
     return speech

@@ -18,6 +18,7 @@ from api_server.engine import scheduling
 from api_server.engine.pooling import StreamedSubmission
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.pooling.report import Report
+from api_server.speech.cloning import check_clip
 from api_server.speech.generated import GeneratedSpeech, generate_speech
 from api_server.speech.reading import random_seed, seeds_of, sentences_of, voice_of
 from api_server.speech.wish import Wish
@@ -82,6 +83,7 @@ async def speak(call: Call, wish: Wish, again: bool = False) -> Speech | Generat
     """
     server = call.server
     files = check(server)
+    check_clip(server, wish)
     if isinstance(files, SpeakingModel):
         return await generate_speech(call, files, wish, again)
     if wish.instructions:

@@ -15,3 +15,6 @@ class Wish:
     speed: float = 1.0
     # Of the noise; None for a random one.
     seed: int | None = None
+    # A clip of the voice to imitate (a data URI, base64 or a URL), and its words; empty without one.
+    ref_audio: str = ""
+    ref_text: str = ""

@@ -78,8 +78,8 @@ class SpeakingModel:
                 field="instructions",
             )
         for text in parts:
-            self._refuse_control(text, "input")
-        self._refuse_control(instructions, "instructions")
+            self.refuse_control(text, "input")
+        self.refuse_control(instructions, "instructions")
         return [self._prompt(text, voice, instructions) for text in parts]
 
     def codes_of(self, tokens: list[int], before: int) -> list[int]:
@@ -140,7 +140,7 @@ class SpeakingModel:
             ids += self.tokenizer.exact(_PLACES.sub(lambda place: values[place[1]], part))
         return [*ids, *voice.tokens]
 
-    def _refuse_control(self, text: str, field: str) -> None:
+    def refuse_control(self, text: str, field: str) -> None:
         """Raises RequestFailed for a text that names the model's own tokens."""
         control = next((token for token in self.tokenizer.exact(text) if token in self.tokenizer.added), None)
         if control is not None:

@@ -1,15 +1,24 @@
-"""The context of a window of speech tokens, to be decoded into sound by the codec beside a model that generates them.
+"""What goes to the codec beside a model that generates speech tokens: windows of codes, which become sound, and clips
+of sound, which become codes.
 
-The samples of a window depend on its codes and the options alone, so a window that was lost with its worker is decoded
-again as it was. Knows codes and frames; knows neither codecs nor sound.
+The values depend on the codes, the samples and the options alone, so what was lost with its worker is computed again as
+it was. Knows codes, frames and samples; knows no codecs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces.base.request_id import RequestID
 from interfaces.context.pooling import PoolingContext, PoolingTask
+from interfaces.wire.codec import F32
+
+# Samples of a clip that weigh as much as a token in limits and fair shares.
+_SAMPLES_OF_A_TOKEN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +75,37 @@ class CodecContext(PoolingContext):
     @property
     def options(self) -> tuple[object, ...]:
         return *super().options, self.width, self.left, self.right, self.first_frame
+
+
+@dataclass(kw_only=True, eq=False)
+class ClipContext(PoolingContext):
+    """A clip of speech, as samples of one channel at the codec's rate: its codes are wanted, frame by frame in the
+    order of the speech tokens.
+
+    Its tokens only weigh. ValueError when the values contradict each other, also after a journey over the wire.
+    """
+
+    wire_tag: ClassVar[str] = "clip"
+
+    task: PoolingTask = PoolingTask.ENCODE_SPEECH
+    samples: F32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        samples = self.samples
+        if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.ndim != 1 or not len(samples):
+            raise ValueError(f"samples must be a one-dimensional array of float32, got {samples!r:.80}")
+        if len(self) != 1:
+            raise ValueError(f"lengths must have one clip, got {len(self)}")
+
+    @classmethod
+    def of_samples(cls, samples: NDArray[np.float32], request_id: RequestID, model_name: str) -> Self:
+        """Make the context of a clip."""
+        weight = np.zeros(-(-len(samples) // _SAMPLES_OF_A_TOKEN), np.int32)
+        task = PoolingTask.ENCODE_SPEECH
+        return cls.of([weight], task, samples=samples, request_id=request_id, model_name=model_name)
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """Clips are encoded one by one."""
+        return *super().options, id(self.samples)

@@ -27,7 +27,8 @@ class PoolingTask(enum.StrEnum):
     EMBED: one vector. EMBED_TOKENS: one vector for each token. SPARSE: pairs (token id, weight). CLASSIFY: one number
     for each label. CLASSIFY_TOKENS: one number for each label and token. SPEAK: its sound, one number for each sample
     (`SynthesisContext`). PAINT: an image, one row of numbers for each line of pixels (`PaintingContext`).
-    DECODE_SPEECH: the sound of speech tokens, one number for each sample (`CodecContext`).
+    DECODE_SPEECH: the sound of speech tokens, one number for each sample (`CodecContext`). ENCODE_SPEECH: the codes of
+    a clip of speech (`ClipContext`).
     """
 
     EMBED = "embed"
@@ -38,6 +39,7 @@ class PoolingTask(enum.StrEnum):
     SPEAK = "speak"
     PAINT = "paint"
     DECODE_SPEECH = "decode_speech"
+    ENCODE_SPEECH = "encode_speech"
 
 
 class TokenMark(enum.IntEnum):

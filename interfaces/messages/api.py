@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from interfaces.context.codec_windows import CodecContext, CodecFacts
+from interfaces.context.codec_windows import ClipContext, CodecContext, CodecFacts
 from interfaces.context.media import SpeechContext
 from interfaces.context.painting import PaintingContext
 from interfaces.context.pooling import PoolingContext
@@ -88,8 +88,8 @@ class Submit:
     `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
     request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
 
-    A `PoolingContext` (a `SynthesisContext`, a `PaintingContext` and a `CodecContext` are ones, too) is a one-shot
-    request: its answers are `Vectors`, and `Results` only when it fails or is ended.
+    A `PoolingContext` (a `SynthesisContext`, a `PaintingContext`, a `CodecContext` and a `ClipContext` are ones, too)
+    is a one-shot request: its answers are `Vectors`, and `Results` only when it fails or is ended.
     """
 
     handle: int
@@ -101,6 +101,7 @@ class Submit:
         | SynthesisContext
         | PaintingContext
         | CodecContext
+        | ClipContext
     )
     scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     again: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from interfaces.context.codec_windows import CodecContext, CodecFacts
+from interfaces.context.codec_windows import ClipContext, CodecContext, CodecFacts
 from interfaces.context.grammar_state import GrammarState
 from interfaces.context.images import ImageMetadata
 from interfaces.context.pooling import PoolingContext
@@ -234,7 +234,7 @@ class Batch:
     incarnation: int
     epoch: int
     number: int
-    parts: list[PoolingContext | SynthesisContext | CodecContext]
+    parts: list[PoolingContext | SynthesisContext | CodecContext | ClipContext]
 
 
 @message(22)

@@ -1,4 +1,4 @@
-"""A codec that turns the codes of speech tokens into sound, window by window.
+"""A codec that turns the codes of speech tokens into sound, window by window, and clips of sound into codes.
 
 A `PoolingModel` whose values of a text are the samples of a window. What a window gives is equal to that part of the
 sound of all frames, because frames around it go with it: how many they must be is measured when the codec is loaded.
@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from interfaces import CodecContext, CodecFacts, PoolingContext, PoolingTask
+from interfaces import ClipContext, CodecContext, CodecFacts, PoolingContext, PoolingTask
+from model_worker.speech.encode_clips import Encode
 from shared.codec_files import CodecFiles
 
 # Frames on each side of the place where codes are changed to see which samples change: few at first, since that takes
@@ -34,7 +35,10 @@ Decode = Callable[[list[Tensor], int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class SpeechCodec:
-    """`decode` makes the samples [samples] of the codes of each codebook, and of the place of their first frame."""
+    """`decode` makes the samples [samples] of the codes of each codebook, and of the place of their first frame.
+
+    `encode` makes codes of samples; None where voices are not taken from clips.
+    """
 
     decode: Decode
     files: CodecFiles
@@ -44,10 +48,12 @@ class SpeechCodec:
     weights: torch.dtype
     # Most tokens of the model's texts. Windows may be longer.
     max_model_len: int
+    encode: Encode | None = None
 
     @property
     def tasks(self) -> frozenset[PoolingTask]:
-        return frozenset({PoolingTask.DECODE_SPEECH})
+        encodes = () if self.encode is None else (PoolingTask.ENCODE_SPEECH,)
+        return frozenset({PoolingTask.DECODE_SPEECH, *encodes})
 
     @property
     def hidden_size(self) -> int:
@@ -106,8 +112,10 @@ class SpeechCodec:
 
     @torch.inference_mode()
     def run(self, texts: PoolingContext) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """Return the samples of all windows, one after another, and their number for each. ValueError for what the
-        codec cannot decode."""
+        """Return the samples of all windows, one after another, and their number for each; or the codes of a clip.
+        ValueError for what the codec cannot do."""
+        if isinstance(texts, ClipContext):
+            return self._encoded(texts.samples)
         if not isinstance(texts, CodecContext):
             raise ValueError(f"task {texts.task.value!r} is not what a codec does: it decodes speech tokens")
         if texts.width != len(self.codebooks):
@@ -117,6 +125,14 @@ class SpeechCodec:
         sounds = [self._window(codes.reshape(-1, texts.width), texts) for codes in texts.texts()]
         lengths = np.array([len(sound) for sound in sounds], np.int32)
         return np.concatenate(sounds)[:, None], lengths
+
+    def _encoded(self, samples: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Return the codes of a clip [frames x codes, 1], and their number. Each is below 2^24, so a float holds it."""
+        if self.encode is None:
+            raise ValueError("voices by clip are off: start the server with --voice-clips")
+        books = self.encode(torch.from_numpy(samples.copy()).to(self.device)).cpu().numpy()
+        codes: NDArray[np.float32] = books[list(self.codebooks)].T.reshape(-1, 1).astype(np.float32)
+        return codes, np.array([len(codes)], np.int32)
 
     def _window(self, frames: NDArray[np.int32], context: CodecContext) -> NDArray[np.float32]:
         """Return the samples of the frames [frames, codes] between those that only surround them."""

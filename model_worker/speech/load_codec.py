@@ -17,6 +17,7 @@ from model_worker.loading.checkpoint import read_config
 from model_worker.loading.weights import LOAD_ERRORS, reported_weights
 from model_worker.model import ModelRefused, Progress, first_line
 from model_worker.speech.codec import Decode, SpeechCodec, transformers_decode
+from model_worker.speech.encode_clips import encoder_of
 from model_worker.speech.snac import SnacDecoder, plain_weights
 from shared.codec_files import SNAC, CodecFiles
 from shared.load_errors import broken_file
@@ -34,16 +35,29 @@ def load_codec(
     device: str,
     max_model_len: int,
     progress: Progress = lambda _what, _done, _total: None,
+    encodes: bool = False,
 ) -> SpeechCodec:
-    """Load the codec in float32, and measure it. ValueError says why it cannot be used.
+    """Load the codec in float32, and measure it; with `encodes` its encoder, too.
 
+    ValueError says why it cannot be used.
     `max_model_len` are the most tokens of the model's texts; windows may be longer.
     """
     files = speech.codec
     target = torch.device(device)
-    decode = _snac(files, target) if files.kind == SNAC else _transformers(files, target, progress)
+    encode = None
+    if files.kind == SNAC:
+        if encodes:
+            raise ModelRefused(
+                SNAC, "it only decodes here, and voice_clips needs one that encodes: leave it out"
+            )
+        decode = _snac(files, target)
+    else:
+        model = _transformers(files, target, progress, encodes)
+        decode = transformers_decode(model)
+        encode = encoder_of(files.kind, model) if encodes else None
     codec = SpeechCodec(
         decode=decode,
+        encode=encode,
         files=files,
         codebooks=speech.codebooks,
         device=target,
@@ -57,16 +71,15 @@ def load_codec(
     return codec
 
 
-def _transformers(files: CodecFiles, device: torch.device, progress: Progress) -> Decode:
-    model = _load(files, progress)
+def _transformers(files: CodecFiles, device: torch.device, progress: Progress, encodes: bool) -> Any:
+    model = _load(files, progress, encodes)
     for module in list(model.modules()):
         if parametrize.is_parametrized(module, "weight"):
             parametrize.remove_parametrizations(module, "weight")
     for name, _ in list(model.named_children()):
-        if name in _ENCODERS:
+        if name in _ENCODERS and not encodes:
             delattr(model, name)
-    model.to(device)
-    return transformers_decode(model)
+    return model.to(device)
 
 
 def _snac(files: CodecFiles, device: torch.device) -> Decode:
@@ -87,7 +100,7 @@ def _snac(files: CodecFiles, device: torch.device) -> Decode:
     return decoder.decode
 
 
-def _load(files: CodecFiles, progress: Progress) -> Any:
+def _load(files: CodecFiles, progress: Progress, encodes: bool) -> Any:
     name = _CLASSES[files.kind]
     auto: Any = getattr(importlib.import_module("transformers"), name)
     config = read_config(files.source)
@@ -98,7 +111,7 @@ def _load(files: CodecFiles, progress: Progress) -> Any:
             )
     except LOAD_ERRORS as error:
         raise ModelRefused(name, broken_file(files.source) or first_line(error)) from error
-    missing = sorted(key for key in info["missing_keys"] if key.partition(".")[0] not in _ENCODERS)
+    missing = sorted(key for key in info["missing_keys"] if encodes or key.partition(".")[0] not in _ENCODERS)
     if missing:
         raise ModelRefused(name, f"the codec lacks {len(missing)} of its weights, such as {missing[0]}")
     return model.eval()

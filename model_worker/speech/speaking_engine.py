@@ -47,19 +47,19 @@ class SpeakingEngine:
 
 
 def with_codec(
-    engine: Engine, hello: WorkerHello, model: str, is_local: bool, progress: Progress
+    engine: Engine, hello: WorkerHello, model: str, is_local: bool, progress: Progress, voice_clips: bool = False
 ) -> tuple[Engine | SpeakingEngine, WorkerHello]:
     """Return the engine and the hello, with the codec that the checkpoint names, if it names one.
 
-    `is_local`: the scheduler is on this host, so that sound may go through shared memory. ValueError for a codec that
-    cannot be used.
+    `is_local`: the scheduler is on this host, so that sound may go through shared memory. `voice_clips`: the codec
+    encodes, too. ValueError for a codec that cannot be used.
     """
     files = SpeechTokenFiles.read(model)
     if files is None:
         return engine, hello
     from model_worker.speech.load_codec import load_codec
 
-    codec = load_codec(files, hello.device, hello.max_model_len, progress)
+    codec = load_codec(files, hello.device, hello.max_model_len, progress, voice_clips)
     windows = TextRunner(codec, hello.index, hello.epoch, Handover() if is_local else None)
     tasks = [GENERATE, *sorted(codec.tasks)]
     return SpeakingEngine(engine, windows), replace(hello, tasks=tasks, codec=codec.facts)

@@ -43,7 +43,7 @@ def judge(folder: Path) -> SpeakerJudge:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--devices", "cpu", "--dtype", "float32", "--max-running", "8", "--kv-memory", "16MB"]
+    flags = ["--devices", "cpu", "--dtype", "float32", "--max-running", "8", "--kv-memory", "16MB", "--voice-clips"]
     # A tiny model's passes are shorter than the turns of threads that wait for each other on a busy machine.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -159,6 +159,62 @@ def test_a_time_limit_ends_the_sound(server: Server) -> None:
         else:  # the limit passed before the first sound
             assert response.status == 504, response.read()
     server.wait_for("the end of the request", 30, lambda: running(server) == 0)
+
+
+REF_TEXT = "it is dark"
+
+
+def clip_of(seconds: float, seed: int = 4) -> tuple[str, NDArray[np.float32]]:
+    """A clip as a data URI, and its samples, which are sums of tones."""
+    generator = np.random.default_rng(seed)
+    times = np.arange(int(seconds * RATE)) / RATE
+    tones = [np.sin(2 * np.pi * hertz * times) for hertz in generator.uniform(80, 3000, 5)]
+    data = to_int16((0.15 * np.sum(tones, 0)).astype(np.float32))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setnchannels(1)
+        written.setsampwidth(2)
+        written.setframerate(RATE)
+        written.writeframes(data.tobytes())
+    return f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}", data.astype(np.float32) / 32768
+
+
+def test_a_voice_is_imitated_from_a_clip(server: Server, judge: SpeakerJudge) -> None:
+    uri, samples = clip_of(0.05)
+    wish = {"input": SENTENCES[0], "ref_audio": uri, "ref_text": REF_TEXT, "response_format": "pcm"}
+    wanted = judge.imitated(SENTENCES[0], samples, REF_TEXT)
+    own = judge.sound(SENTENCES[0])
+    assert wanted.shape != own.shape or np.abs(wanted - own).max() > 1e-3
+    first = spoken(server, sample_rate=RATE, **wish)
+    check_sound(np.frombuffer(first.content, np.int16), wanted)
+    # The second time its codes are known, as base64 alone, too.
+    batches = server.metrics("tokenyard_audio_seconds_total")[""]
+    again = spoken(server, sample_rate=RATE, **(wish | {"ref_audio": uri.partition(",")[2]}))
+    assert again.content == first.content
+    assert server.metrics("tokenyard_audio_seconds_total")[""] > batches
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"ref_text": None}, "ref_text", "ref_text must be the words that are spoken in ref_audio"),
+        ({"ref_audio": None}, "ref_text", "ref_text must go with ref_audio"),
+        ({"ref_text": "one <|quiet|> two"}, "ref_text", "ref_text must be plain text, and it has the model's token"),
+        ({"ref_audio": "data:audio/wav;base64,UklGRg=="}, "ref_audio", "ref_audio: the sound file is no sound file"),
+        ({"ref_audio": "data:audio/wav,abc"}, "ref_audio", 'ref_audio must be a URL, or "data:TYPE;base64,"'),
+        ({"ref_audio": "https://example.com/a.wav"}, "ref_audio", "ref_audio: this server fetches no URLs"),
+        ({"ref_audio": clip_of(30.1)[0]}, "ref_audio", "ref_audio: the sound file is longer than the 30 s"),
+        ({"ref_audio": clip_of(1)[0]}, "ref_audio", "ref_audio takes 3000 tokens, and 320 are possible"),
+    ],
+)
+def test_clips_that_cannot_be_used_are_refused(
+    server: Server, fields: dict[str, Any], field: str, message: str
+) -> None:
+    wish = {"input": SENTENCES[0], "ref_audio": clip_of(0.05)[0], "ref_text": REF_TEXT}
+    answer = httpx.post(f"{server.url}/v1/audio/speech", json=wish | fields, timeout=90)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["message"].startswith(message)) == (field, True), error
 
 
 def test_metrics_count_the_sound(server: Server, judge: SpeakerJudge) -> None:

@@ -61,6 +61,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "speculate": st.sampled_from(["auto", "0", "7", "15"]),
     "prefix_cache": st.booleans(),
     "hidden_states": st.booleans(),
+    "voice_clips": st.booleans(),
     "logit_processors": st.sampled_from(["", "a.b:C", "x=a.b:C, d:E", "a.module, ban-words, installed"]),
     "max_queued_tokens": st.integers(1, 10**9),
     "max_open_per_key": st.integers(0, 10**6),

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body import unknown_fields
-from api_server.body.unknown_fields import ALWAYS, Refusals, unless
+from api_server.body.unknown_fields import Refusals, unless
 from api_server.body.validation import Mismatch, parse
 from api_server.dialects.openai.errors import error_frame, render_error
 from api_server.dialects.openai.schema import LONGEST_NAME, Body, ErrorAnswer
@@ -51,6 +51,14 @@ class SpeechBody(Body):
     sample_rate: Rate | None = Field(
         None, description="Samples a second; default: 24000 for pcm, else the model's own where the format has it"
     )
+    ref_audio: str | None = Field(
+        None,
+        description="A clip of the voice to imitate: a data URI, base64, or a URL (--fetch-hosts); for models that "
+        "generate speech tokens, where the operator allows it (--voice-clips)",
+    )
+    ref_text: str | None = Field(
+        None, max_length=MOST_CHARACTERS, description="The words of ref_audio, which must go with it"
+    )
     user: str | None = Field(None, max_length=LONGEST_NAME, description="Accepted, without effect")
 
     @property
@@ -77,8 +85,6 @@ class SpeechEvent(BaseModel):
 
 # Fields of other servers that this one does not implement.
 _REFUSED: Refusals = {
-    "ref_audio": ("a voice by a clip of sound", ALWAYS),
-    "ref_text": ("a voice by a clip of sound", ALWAYS),
     "language": ("a choice of the language, which the model decides", unless(None, "", "auto", "Auto")),
 }
 
@@ -111,6 +117,8 @@ async def speech(call: Call) -> Response:
         instructions=body.instructions or "",
         speed=body.speed,
         seed=body.seed,
+        ref_audio=body.ref_audio or "",
+        ref_text=body.ref_text or "",
     )
     spoken = await speak(call, wish)
     try:

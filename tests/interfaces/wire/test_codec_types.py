@@ -25,7 +25,7 @@ import interfaces
 from interfaces.base.log_probabilities import LogProbabilities
 from interfaces.base.request_id import RequestID
 from interfaces.base.status import BatchType, GenerationStatus, InputModality, SchedulerStatus
-from interfaces.context.codec_windows import CodecContext, CodecFacts
+from interfaces.context.codec_windows import ClipContext, CodecContext, CodecFacts
 from interfaces.context.grammar_state import GrammarEnforcementSnapshot, GrammarState
 from interfaces.context.images import ImageMetadata
 from interfaces.context.index_view import IndexState
@@ -218,6 +218,13 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
             st.lists(st.lists(i31, min_size=1, max_size=3), min_size=1, max_size=3),
             i31,
             st.floats(0.25, 4.0),
+        ),
+    ),
+    (
+        ClipContext,
+        st.builds(
+            lambda length: ClipContext.of_samples(np.linspace(-1, 1, length, dtype=np.float32), RequestID("r"), "m"),
+            st.integers(1, 600),
         ),
     ),
     (CodecFacts, st.builds(CodecFacts, i31, i31, st.integers(-1, 99), st.integers(-1, 99))),

@@ -9,15 +9,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from transformers import SeamlessM4TFeatureExtractor
 
-from interfaces import CodecContext, CodecFacts, PoolingTask
+from interfaces import ClipContext, CodecContext, CodecFacts, PoolingTask, RequestID
 from model_worker.model import ModelRefused
 from model_worker.speech.codec import SpeechCodec
 from model_worker.speech.load_codec import load_codec
 from shared.codec_files import CodecFiles
 from shared.speech_tokens import SpeechTokenFiles
 from shared.speech_windows import Window, Windows
-from tests.model_worker.speech.tiny_speaker import CODES, KINDS, codebooks_of, tiny_codec, whole_sound
+from tests.model_worker.speech.tiny_speaker import CODES, KINDS, codebooks_of, model_of, tiny_codec, whole_sound
 
 FRAMES = 150
 
@@ -28,11 +29,60 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: tiny_codec(root / kind, kind) for kind in KINDS}
 
 
-def codec_of(folder: Path) -> SpeechCodec:
+def codec_of(folder: Path, encodes: bool = False) -> SpeechCodec:
     files = CodecFiles.read(folder)
     codebooks = codebooks_of(files.kind)
     speech = SpeechTokenFiles(str(folder), files, ("{text}",), codebooks, (0,) * len(codebooks), (0,), {})
-    return load_codec(speech, "cpu", 4096)
+    return load_codec(speech, "cpu", 4096, encodes=encodes)
+
+
+def test_clips_become_the_codes_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    sound = (0.3 * np.random.default_rng(8).standard_normal(5003)).astype(np.float32)
+    for kind in ("dac", "mimi"):
+        codec = codec_of(folders[kind], encodes=True)
+        model = model_of(folders[kind])
+        # DAC's extractor fills the last frame up.
+        padded = np.pad(sound, (0, -len(sound) % 8 if kind == "dac" else 0))
+        with torch.inference_mode():
+            wanted = model.encode(torch.from_numpy(padded)[None, None]).audio_codes[0]
+        check_codes(codec, sound, wanted.numpy())
+    for kind in ("xcodec2", "neucodec"):
+        # A frame is as long as two frames of the spectrogram.
+        folder = tiny_codec(tmp_path / kind, kind, downsampling_ratios=[4, 80])
+        wanted = _by_seamless(folder, kind, sound)
+        check_codes(codec_of(folder, encodes=True), sound, wanted)
+
+
+def _by_seamless(folder: Path, kind: str, sound: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The codes of X-Codec 2 or NeuCodec, with the spectrogram of transformers' extractor that wants no torchaudio."""
+    around = 160 if kind == "xcodec2" else 0
+    padded = np.pad(sound, (0, 1))
+    padded = np.pad(padded, (0, -len(padded) % 320))
+    extractor = SeamlessM4TFeatureExtractor()
+    mel = extractor(np.pad(padded, around), sampling_rate=16_000, return_tensors="pt")["input_features"]
+    with torch.inference_mode():
+        codes: NDArray[np.int64] = (
+            model_of(folder).encode(torch.from_numpy(padded)[None, None], mel).audio_codes[0].numpy()
+        )
+    return codes
+
+
+def check_codes(codec: SpeechCodec, sound: NDArray[np.float32], wanted: NDArray[np.int64]) -> None:
+    """The codes of a clip come frame by frame, in the order of the speech tokens."""
+    assert codec.tasks == {PoolingTask.DECODE_SPEECH, PoolingTask.ENCODE_SPEECH}
+    values, lengths = codec.run(ClipContext.of_samples(sound, RequestID("a-clip"), "model"))
+    assert lengths.tolist() == [len(values)]
+    assert len(np.unique(wanted)) > 3
+    np.testing.assert_array_equal(values.reshape(-1, len(codec.codebooks)), wanted[list(codec.codebooks)].T)
+
+
+def test_a_codec_that_only_decodes_takes_no_clips(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelRefused, match="voice_clips needs one that encodes: leave it out"):
+        codec_of(folders["snac"], encodes=True)
+    codec = codec_of(folders["dac"])
+    assert codec.tasks == {PoolingTask.DECODE_SPEECH}
+    with pytest.raises(ValueError, match="start the server with --voice-clips"):
+        codec.run(ClipContext.of_samples(np.zeros(9, np.float32), RequestID("a-clip"), "model"))
 
 
 def random_frames(width: int) -> NDArray[np.int32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _WAV2VEC: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 16,
-    "feature_projection_input_dim": 16,
+    "feature_projection_input_dim": 160,
     "output_hidden_size": 16,
 }
 _ATTENDING: dict[str, Any] = {
@@ -124,7 +125,7 @@ def snac_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
     return found
 
 
-def tiny_codec(folder: Path, kind: str, seed: int = 0) -> Path:
+def tiny_codec(folder: Path, kind: str, seed: int = 0, **fields: Any) -> Path:
     """Write a codec whose sound changes with its codes. Returns its folder."""
     if kind == "snac":
         folder.mkdir(parents=True)
@@ -133,13 +134,17 @@ def tiny_codec(folder: Path, kind: str, seed: int = 0) -> Path:
         return folder
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = _class_of(kind)(AutoConfig.for_model(kind, **_CODECS[kind]))
+        model: Any = _class_of(kind)(AutoConfig.for_model(kind, **(_CODECS[kind] | fields)))
         for name, buffer in model.named_buffers():
             # The entries of Mimi's codebooks, which are zeros at first.
             if name.endswith("embed_sum"):
                 buffer.normal_()
             elif name.endswith("cluster_usage"):
                 buffer.fill_(1.0)
+        for name, parameter in model.named_parameters():
+            # So that different sounds have different codes.
+            if name.startswith(("fc_encoder.", "acoustic_encoder.", "semantic_adapter.")) and parameter.dim() > 1:
+                parameter.data.normal_(0, 3 / parameter[0].numel() ** 0.5)
     model.eval().save_pretrained(folder)
     return folder
 
@@ -149,8 +154,7 @@ def whole_sound(folder: Path, frames: NDArray[np.integer], codebooks: tuple[int,
     config = json.loads((folder / "config.json").read_text())
     if "model_type" not in config:
         return _whole_snac(folder, config, frames, codebooks)
-    kind = config["model_type"]
-    model = _class_of(kind).from_pretrained(folder, dtype=torch.float32).eval()
+    model = model_of(folder)
     codes = np.empty((1, len(codebooks), len(frames)), np.int64)
     codes[0, list(codebooks)] = frames.T
     with torch.inference_mode():
@@ -236,8 +240,9 @@ class SpeakerJudge:
             self._known[text, voice] = self._generated(text, voice)
         return self._known[text, voice]
 
-    def _generated(self, text: str, voice: str) -> NDArray[np.int64]:
-        prompt = self.prompt(text, voice)
+    def _generated(self, text: str, voice: str, heard: Sequence[int] = ()) -> NDArray[np.int64]:
+        """The codes that follow a prompt, behind the tokens `heard`."""
+        prompt = [*self.prompt(text, voice), *heard]
         width = len(self._zeros)
 
         def allowed(_: int, tokens: torch.Tensor) -> list[int]:
@@ -264,10 +269,28 @@ class SpeakerJudge:
         frames = np.concatenate([self.frames(part, voice) for part in parts])
         return whole_sound(self._folder / "codec", frames, self._codebooks)
 
+    def imitated(self, text: str, clip: NDArray[np.float32], transcript: str) -> NDArray[np.float32]:
+        """The samples of a part of a text, whose model goes on from a clip's codes. The codec is DAC."""
+        codec = model_of(self._folder / "codec")
+        padded = np.pad(clip, (0, -len(clip) % codec.config.hop_length))
+        with torch.inference_mode():
+            books = codec.encode(torch.from_numpy(padded)[None, None]).audio_codes[0].numpy()
+        heard = books[list(self._codebooks)].T
+        voice = [int(token) for token in (heard + np.array(self._zeros)).reshape(-1)]
+        frames = self._generated(f"{transcript} {text}", "Ada", voice)
+        sound = whole_sound(self._folder / "codec", np.concatenate([heard, frames]), self._codebooks)
+        return sound[len(heard) * codec.config.hop_length :]
+
     def _id(self, token: str) -> int:
         found = self._tokenizer.convert_tokens_to_ids(token)
         assert isinstance(found, int)
         return found
+
+
+def model_of(folder: Path) -> Any:
+    """transformers' own codec."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    return _class_of(kind).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def _class_of(kind: str) -> Any:
