@@ -47,9 +47,7 @@ def load_codec(
     encode = None
     if files.kind == SNAC:
         if encodes:
-            raise ModelRefused(
-                SNAC, "it only decodes here, and voice_clips needs one that encodes: leave it out"
-            )
+            raise ModelRefused(SNAC, "it only decodes here, and voice_clips needs one that encodes: leave it out")
         decode = _snac(files, target)
     else:
         model = _transformers(files, target, progress, encodes)
