@@ -176,7 +176,9 @@ def clip_of(seconds: float, seed: int = 4) -> tuple[str, NDArray[np.float32]]:
         written.setsampwidth(2)
         written.setframerate(RATE)
         written.writeframes(data.tobytes())
-    return f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}", data.astype(np.float32) / 32768
+    return f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}", data.astype(np.float32) / np.float32(
+        32768
+    )
 
 
 def test_a_voice_is_imitated_from_a_clip(server: Server, judge: SpeakerJudge) -> None:
