@@ -179,11 +179,15 @@ class WorkerRows:
     def read(self, packed: PackedStep, tokens: NDArray[np.int32], launch: int) -> None:
         """Take the tokens of a launch. Rows that have gone to another sequence since then stay as they are."""
         rows = packed.rows[packed.sampling]
-        own = self._since[rows] < launch
+        own = self.own(rows, launch)
         rows = rows[own]
         positions = packed.positions[own]
         self._tokens[rows, positions] = tokens[own]
         self._read[rows] = positions + 1
+
+    def own(self, rows: NDArray[np.int32], launch: int) -> NDArray[np.bool_]:
+        """Return which rows still have the sequence that they had at a launch."""
+        return self._since[rows] < launch
 
     def accept(self, row: int, tokens: NDArray[np.int32]) -> None:
         """Append guesses that were right to a row that was just sampled; all but the last of them are computed."""

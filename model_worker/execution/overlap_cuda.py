@@ -1,14 +1,14 @@
 """Steps sampled on the device and launched before the tokens of the step before are read.
 
 The tokens stay on the device, where the next step finds them; the host reads a step's tokens when the next one has been
-launched.
+launched. A grammar needs a token to say what may follow it: a step with such rows launches its pass, waits for the
+tokens of the step before while the device computes, and then launches its draw with the masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +17,29 @@ from numpy.typing import NDArray
 from interfaces import Step, StepResult
 from model_worker.batch import ForwardBatch
 from model_worker.device_copy import Download, Mark, upload, upload_together
+from model_worker.execution import reports
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.rows import PackedStep
+from model_worker.sampling.ahead import Ahead
 from model_worker.sampling.sampler import Sampled
 
 
+class _Launched(NamedTuple):
+    """A launched draw: what it leaves on the device, and its way to the host."""
+
+    ahead: Ahead
+    began: Mark
+    copied: list[Download]
+
+    def read(self) -> tuple[Sampled, int]:
+        """Wait for the choices. Returns them, and the microseconds that the device took for pass and draw."""
+        sampled = Sampled.of(*self.ahead.read([each.wait() for each in self.copied]))
+        return sampled, self.copied[-1].done.us_since(self.began)
+
+
 class OverlapCuda:
-    """Takes steps that compute tokens only, for rows that are sampled without the host."""
+    """Takes steps that compute tokens and their log-probabilities only, for rows that the device can draw."""
 
     def __init__(self, shared: DeviceStep) -> None:
         self._shared = shared
@@ -32,35 +47,64 @@ class OverlapCuda:
         self._last_tokens = torch.zeros(shared.rows.max_rows, dtype=torch.int64, device=shared.backend.device)
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
-        return packed.plain and not self._shared.needs_host(packed.rows[packed.sampling])
+        return packed.plain and not self._shared.sampler.waits(packed.rows[packed.sampling])
 
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         shared = self._shared
-        rows = packed.rows[packed.sampling]
-        errors = shared.refusals(rows)
-        wait = self._draw(packed, rows)
-        launch = shared.rows.launch(packed)
+        began = Mark(shared.backend.device)
+        with torch.inference_mode():
+            logits = shared.backend.logits(self._batch(packed))[: len(packed.sampling)]
+            constrained = shared.masks is not None and bool(shared.masks.constrain(packed.rows[packed.sampling]).any())
+            if constrained:
+                packed, logits = self._after_earlier(step, packed, logits)
+            rows = packed.rows[packed.sampling]
+            if shared.masks is not None and constrained:
+                shared.refused |= shared.masks.apply(logits, rows, shared.sampler.columns)
+            errors = shared.refusals(rows)
+            launched = self._draw(packed, rows, logits, began)
+        number = shared.rows.launch(packed)
 
         def read() -> StepResult:
-            tokens, device_us = wait()
-            sampled = Sampled.of(tokens)
-            shared.rows.read(packed, sampled.tokens, launch)
-            return shared.result(step.step, step.incarnation, rows, sampled, errors, device_us)
+            sampled, device_us = launched.read()
+            shared.rows.read(packed, sampled.tokens, number)
+            forced = self._forced(rows, sampled, number)
+            result = shared.result(step.step, step.incarnation, rows, sampled, errors, device_us)
+            if forced:
+                result = reports.with_forced(result, forced)
+            return result if sampled.reports is None else reports.with_reports(result, sampled.reports, None)
 
         pending = Pending(read)
         shared.in_flight.add(pending)
         return pending
 
-    def _draw(self, packed: PackedStep, rows: NDArray[np.int32]) -> Callable[[], tuple[NDArray[Any], int]]:
-        """Launch the pass and the draw. Returns what waits for the tokens, and for the time that they took in us."""
-        device = self._shared.backend.device
-        began = Mark(device)
-        with torch.inference_mode():
-            logits = self._shared.backend.logits(self._batch(packed))
-            tokens = self._shared.sampler.sample_ahead(logits[: len(rows)], rows, packed.positions)
-            self._last_tokens.index_copy_(0, upload(rows.astype(np.int64), device), tokens.clamp(min=0))
-            copied = Download(tokens)
-        return lambda: (copied.wait(), copied.done.us_since(began))
+    def _after_earlier(self, step: Step, packed: PackedStep, logits: torch.Tensor) -> tuple[PackedStep, torch.Tensor]:
+        """Read all earlier steps. Rows that their grammars have sent on by further tokens draw nothing now."""
+        self._shared.in_flight.finish()
+        again = self._shared.rows.pack(step)
+        still = np.isin(packed.sampling, again.sampling)
+        return again, logits if still.all() else logits[upload(np.flatnonzero(still), logits.device)]
+
+    def _draw(self, packed: PackedStep, rows: NDArray[np.int32], logits: torch.Tensor, began: Mark) -> _Launched:
+        """Launch the draw, and the copy of what it gives."""
+        ahead = self._shared.sampler.sample_ahead(logits, rows, packed.positions)
+        if self._shared.sampler.needs_host(rows):
+            # What was drawn is counted: a second launch would count it again.
+            self._shared.repeatable = False
+        place = upload(rows.astype(np.int64), logits.device)
+        self._last_tokens.index_copy_(0, place, ahead.tokens.clamp(min=0))
+        return _Launched(ahead, began, [Download(tensor) for tensor in ahead.tensors])
+
+    def _forced(self, rows: NDArray[np.int32], sampled: Sampled, number: int) -> dict[int, list[int]]:
+        """Tell grammars what was drawn for rows that have not gone to others. Returns the tokens that they force."""
+        shared = self._shared
+        if shared.masks is None:
+            return {}
+        own = shared.rows.own(rows, number)
+        forced = shared.masks.sampled(rows[own], sampled.tokens[own])
+        for row, tokens in forced.items():
+            shared.rows.follow(row, tokens)
+            shared.sampler.follow(row, tokens)
+        return forced
 
     def _batch(self, packed: PackedStep) -> ForwardBatch:
         """Make the forward's input, with tokens that only the device has."""

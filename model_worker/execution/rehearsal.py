@@ -16,6 +16,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.cuda.memory import GIB, DeviceMemory, MemoryPlan, plan_memory
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
+from model_worker.sampling.device_penalties import most_bytes
 from model_worker.sampling.sampler import SamplerRows
 
 # Longest sequence that is rehearsed for a model that sets no limit.
@@ -36,6 +37,8 @@ def gpu_kv_memory(
     # Once for what libraries keep from their first call on.
     steps.decode()
     plan = plan_memory(memory, workers, steps.prompts, steps.recorded)
+    # Penalties count tokens in a table that grows with the rows that have any.
+    plan = replace(plan, step=plan.step + most_bytes(max_rows, loaded.vocab_size))
     if loaded.encoder is not None:
         plan = replace(plan, step=plan.step + loaded.encoder.cache_bytes + _ENCODER_ROOM)
     if plan.kv_cache < loaded.attention.layout.bytes_per_block(loaded.block_size):

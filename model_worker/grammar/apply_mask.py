@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-WORD_BITS = 32
+from model_worker.sampling.columns import OPERATIONS, WORD_BITS, Columns
+
 # -inf of each type; as its 16 bits where numpy has no such type.
 _INFINITY: dict[torch.dtype, Any] = {
     torch.float32: np.float32(-np.inf),
@@ -24,20 +25,23 @@ _INFINITY: dict[torch.dtype, Any] = {
 
 
 def apply_masks(
-    logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32], has_kernels: bool = True
+    logits: torch.Tensor,
+    index: NDArray[np.int64],
+    masks: NDArray[np.int32],
+    has_kernels: bool = True,
+    columns: Columns = OPERATIONS,
 ) -> None:
-    """Apply masks in place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
+    """Apply masks in place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`.
+
+    On a GPU `columns` says how, and nothing waits for it.
+    """
     infinity = _INFINITY.get(logits.dtype)
     with torch.inference_mode():
         if logits.device.type == "cpu" and infinity is not None and has_kernels:
             plain = logits if logits.dtype == torch.float32 else logits.view(torch.int16)
             _forbid_rows(plain.numpy(), index, masks, infinity)
             return
-        words = torch.from_numpy(masks).to(logits.device)
-        bits = words[:, :, None] >> torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device) & 1
-        forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
-        for i, row in zip(index.tolist(), forbidden, strict=True):
-            logits[i, : len(row)].masked_fill_(row, -torch.inf)
+        columns.forbid(logits, index, masks)
 
 
 def warm_up(dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from interfaces import GrammarState, RowGrammar
 from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
+from model_worker.sampling.columns import OPERATIONS, Columns
 from shared.forkserver import ForkServer
 from shared.pipe_messages import message_unpacker
 
@@ -129,7 +130,7 @@ class Masks:
             return np.zeros(len(rows), np.bool_)
         return np.isin(rows, list(self._rows))
 
-    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> dict[int, str]:
+    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32], columns: Columns = OPERATIONS) -> dict[int, str]:
         """Put -inf on forbidden tokens, in place; `logits[i]` belongs to `rows[i]`. Returns failed rows and why."""
         index = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
         if not index:
@@ -137,7 +138,7 @@ class Masks:
         self._wait()
         live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
         if len(live):
-            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]], self._has_kernels)
+            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]], self._has_kernels, columns)
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:

@@ -31,16 +31,16 @@ def _draw_part(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
     scores = scaled + rng.gumbels(keys[:, None], torch.arange(scaled.shape[1], device=scaled.device))
     cut = np.flatnonzero((choices.top_k < scaled.shape[1]) | (choices.top_p < 1) | (choices.log_min_p > -np.inf))
     if len(cut) == len(scores):
-        scores = torch.where(_kept(scaled, choices), scores, -torch.inf)
+        scores = torch.where(kept(scaled, choices), scores, -torch.inf)
     elif len(cut):
         index = upload(cut, scaled.device)
         part = Choices(**{name: column[cut] for name, column in vars(choices).items()})
-        scores.index_copy_(0, index, torch.where(_kept(scaled[index], part), scores[index], -torch.inf))
+        scores.index_copy_(0, index, torch.where(kept(scaled[index], part), scores[index], -torch.inf))
     # The first of equal scores, as everywhere.
     return scores.argmax(dim=-1)
 
 
-def _kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
+def kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
     """Return which tokens are kept: bool[rows, vocabulary]."""
     columns = (choices.top_k.astype(np.int64), choices.top_p, choices.log_min_p)
     asked = CutColumns(*(upload(column, scaled.device) for column in columns))

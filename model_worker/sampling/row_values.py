@@ -22,6 +22,7 @@ ROW_VALUES = np.dtype(
         ("greedy", np.bool_),
         ("worked", np.bool_),  # needs more than the largest logit
         ("hosted", np.bool_),  # needs what was drawn before, or reports more than a token
+        ("waits", np.bool_),  # needs on the host what was drawn before, or is drawn there
         ("logprobs", np.int8),
         ("temperature", np.float32),
         ("top_k", np.int32),
@@ -49,6 +50,7 @@ def row_values(
         params.greedy,
         bool(worked),
         bool(biased or restricted or reports),
+        bool(processed or params.watermark or params.typical_p < 1 or any(len(word) > 1 for word in params.bad_words)),
         params.logprobs,
         min(max(params.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if cuts else 1.0,
         min(params.top_k, vocab_size) if cuts and params.top_k > 0 else vocab_size,

@@ -44,7 +44,9 @@ from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.device_copy import upload
-from model_worker.sampling import draw_cuda, draw_triton, rng
+from model_worker.sampling import columns, draw_cuda, draw_triton, rng
+from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
+from model_worker.sampling.device_penalties import DevicePenaltyStage
 from model_worker.sampling.draw import Choices, choose, only_kept
 from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.sampling.penalties import PenaltyStage
@@ -97,8 +99,12 @@ class SamplerRows:
         device: torch.device,
         processors: Mapping[str, Processor] | None = None,
         has_kernels: bool = True,
+        counts_there: bool | None = None,
     ) -> None:
-        """Without kernels a CPU draws in plain torch, which is slower and gives the same."""
+        """Without kernels a CPU draws in plain torch, which is slower and gives the same.
+
+        `counts_there`: penalties count tokens on the device; by default where that is no CPU.
+        """
         self._table = np.zeros(max_rows, ROW_VALUES)
         self._vocab_size = vocab_size
         self._device = device
@@ -106,12 +112,15 @@ class SamplerRows:
         self._wanted: dict[int, Wanted] = {}
         # How tokens are drawn that stay on the device.
         self._draw_ahead: draw_triton.Draw = draw_cuda.draw
+        self.columns = columns.Columns()
         self._processed = ProcessedRows(max_rows, processors or {})
+        there = device.type != "cpu" if counts_there is None else counts_there
+        self._device_penalties = DevicePenaltyStage(max_rows, vocab_size, device) if there else None
         # In the order of their operations.
         self._stages: tuple[AnyStage, ...] = (
             Watermark(max_rows),
-            PenaltyStage(max_rows, vocab_size),
-            RuleStage(max_rows, vocab_size, device),
+            self._device_penalties or PenaltyStage(max_rows, vocab_size),
+            RuleStage(max_rows, vocab_size),
             self._processed,
         )
 
@@ -124,8 +133,16 @@ class SamplerRows:
         neutral.sample(*arguments)
         if self._device.type == "cuda":
             self._draw_ahead = draw_triton.proven(self._device, self._vocab_size)
+            neutral.use_columns(columns.proven(self._device))
+            self.use_columns(neutral.columns)
             neutral._draw_ahead = self._draw_ahead
             neutral.sample_ahead(*arguments)
+
+    def use_columns(self, used: columns.Columns) -> None:
+        """Change logits in this way from now on."""
+        self.columns = used
+        if self._device_penalties is not None:
+            self._device_penalties.columns = used
 
     def join(
         self,
@@ -193,8 +210,14 @@ class SamplerRows:
         return Sampled.of(tokens, logprobs if values["logprobs"].any() else None, reports)
 
     def needs_host(self, rows: NDArray[np.int32]) -> bool:
-        """Whether a choice for these rows takes or gives more than `sample_ahead` knows."""
+        """Whether a choice for these rows takes or gives more than logits and a token."""
         return bool(self.hosted(rows).any())
+
+    def waits(self, rows: NDArray[np.int32]) -> bool:
+        """Whether `sample_ahead` cannot choose for these rows."""
+        values = self._table[rows]
+        found = values["waits"] if self._device_penalties is not None else values["hosted"]
+        return bool(found.any())
 
     def hosted(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return which rows need what was drawn before, or report more than a token."""
@@ -205,23 +228,78 @@ class SamplerRows:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
-        """Sample rows that do not need the host: tokens i64 that stay on the device, -1 for a bad row.
+    def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Ahead:
+        """Sample rows of which none `waits`. Tokens and what is reported of them stay on the device.
 
-        Nothing waits for the device.
+        The host waits for nothing. What is counted of the drawn tokens is changed last.
         """
         values = self._gather(logits, rows, positions)
         logits = logits[:, : self._vocab_size]
+        worked = np.flatnonzero(self.needs_logits(rows, positions))
+        if len(worked) < len(rows) or not len(rows):
+            top, tokens = logits.max(dim=-1)
+            tokens = torch.where(torch.isfinite(top), tokens, -1)
+        if not len(worked):
+            return Ahead(tokens)
+        index = None if len(worked) == len(rows) else upload(worked, logits.device)
+        scaled = logits.to(torch.float32, copy=True) if index is None else logits[index].float()
+        columns = rows[worked], values[worked], positions[worked]
+        drawn = self._draw_there(scaled, *columns)
+        tokens = drawn if index is None else tokens.index_copy(0, index, drawn)
+        ahead = self._asked(tokens, scaled, worked, *columns)
+        for stage in self._stages:
+            stage.launched(rows, tokens)
+        return ahead
+
+    def _draw_there(
+        self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Return tokens, -1 for a bad row. `logits` are changed, shifted and scaled."""
+        for stage in self._stages:
+            stage.apply(logits, rows, positions)
         top, tokens = logits.max(dim=-1)
-        drawn = np.flatnonzero(values["worked"])
-        if len(drawn):
+        logits.sub_(top[:, None])
+        if (values["temperature"] != 1).any():
+            logits.div_(upload(values["temperature"].copy(), logits.device)[:, None])
+        drawn = np.flatnonzero(~values["greedy"])
+        if len(drawn) == len(rows):
+            tokens = self._draw_ahead(logits, _choices(values, positions))
+        elif len(drawn):
             index = upload(drawn, logits.device)
-            part = values[drawn]
-            scaled = logits[index].float() - top[index, None].float()
-            if (part["temperature"] != 1).any():
-                scaled.div_(upload(part["temperature"].copy(), logits.device)[:, None])
-            tokens = tokens.index_copy(0, index, self._draw_ahead(scaled, _choices(part, positions[drawn])))
+            some = self._draw_ahead(logits[index], _choices(values[drawn], positions[drawn]))
+            tokens = tokens.index_copy(0, index, some)
         return torch.where(torch.isfinite(top), tokens, -1)
+
+    def _asked(
+        self,
+        tokens: torch.Tensor,
+        scaled: torch.Tensor,
+        places: NDArray[np.int64],
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> Ahead:
+        """Add what rows report; `scaled[i]` are the logits of `rows[i]`, which is at `places[i]` of the step."""
+        wanted = [self._wanted.get(row) for row in rows.tolist()] if self._wanted else [None] * len(rows)
+        found = [each if each is not None and (each.top or len(each.ids)) else None for each in wanted]
+        asks = (values["logprobs"] > 0) | np.array([each is not None for each in found])
+        asking = np.flatnonzero(asks)
+        if not len(asking):
+            return Ahead(tokens)
+
+        def logits_of(some: slice) -> torch.Tensor:
+            part = asking[some]
+            logits = scaled[upload(part, scaled.device)]
+            warped = np.flatnonzero(values["logprobs"][part] == LogprobMode.WARPED)
+            if len(warped):
+                index = upload(warped, scaled.device)
+                choices = _choices(values[part[warped]], positions[part[warped]])
+                kept = draw_cuda.kept(logits[index], choices)
+                logits[index] = torch.where(kept, logits[index], -torch.inf)
+            return logits
+
+        asked = AskingRows(places[asking], rows[asking], positions[asking], [found[i] for i in asking.tolist()])
+        return with_reports(tokens, asked, scaled.shape[1], logits_of)
 
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]

@@ -59,6 +59,9 @@ class Stage(ABC, Generic[S]):
     def follow(self, row: int, token: int) -> None:
         """Record a token by which one of this stage's rows has gone on."""
 
+    def launched(self, rows: NDArray[np.int32], tokens: torch.Tensor) -> None:
+        """Record tokens that were drawn for rows and that only the device has."""
+
     def hold(self, row: int, state: S | None) -> None:
         """Keep the state that `state_of` has made."""
         if state is not None:

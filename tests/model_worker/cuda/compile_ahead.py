@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model_worker.attention.triton import PIECE, _shape
-from model_worker.cuda import draw_kernels, gate_kernel, kv_write_kernel, norm_kernel, paged_attention
+from model_worker.cuda import column_kernels, draw_kernels, gate_kernel, kv_write_kernel, norm_kernel, paged_attention
 
 POINTERS = {
     "block_tables": "*i32",
@@ -37,6 +37,14 @@ POINTERS = {
     "tokens": "*i64",
     "keys": "*i64",
     "slots": "*i64",
+    "index": "*i64",
+    "masks": "*i32",
+    "places": "*i64",
+    "counts": "*i32",
+    "frequency": "*fp32",
+    "presence": "*fp32",
+    "first": "*fp32",
+    "last": "*fp32",
     "epsilon": "fp32",
     "scale": "fp32",
     "softcap": "fp32",
@@ -44,8 +52,8 @@ POINTERS = {
 
 
 # Tensors of the model's dtype.
-OF_THE_MODEL = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "weight", "gate", "up")
-FEW = ("decode 4x128/128 bf16", "prompt 4x128/128 bf16", "edge", "pick")
+OF_THE_MODEL = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "weight", "gate", "up", "logits")
+FEW = ("decode 4x128/128 bf16", "prompt 4x128/128 bf16", "edge", "pick", "mask", "penalty")
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
@@ -76,6 +84,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
     yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
     yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
+    yield "mask", column_kernels.mask_kernel, {"BLOCK": 1024}, "bf16"
+    yield "penalty", column_kernels.penalty_kernel, {"BLOCK": 1024}, "fp32"
 
 
 def main(arguments: list[str]) -> None:

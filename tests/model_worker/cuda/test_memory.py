@@ -12,6 +12,7 @@ from model_worker.cuda.memory import GIB, SHARE, explain_no_memory, is_for_want_
 from model_worker.execution.rehearsal import Rehearsal, gpu_kv_memory
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
+from model_worker.sampling.device_penalties import most_bytes
 from tests.model_worker.tiny_models import tiny_model
 
 
@@ -83,7 +84,7 @@ def test_the_largest_steps_are_run(loaded: LoadedModel) -> None:
 
 def test_a_gpu_without_room_is_refused_with_numbers(loaded: LoadedModel) -> None:
     plan = gpu_kv_memory(loaded, StandIn(GIB, 1000), 1, 50, 6, None)
-    assert plan.kv_cache == int(GIB * SHARE) - 1000
+    assert plan.kv_cache == int(GIB * SHARE) - 1000 - most_bytes(6, loaded.vocab_size)
     with pytest.raises(ValueError, match=r"no memory is left for the KV cache on a GPU of 1\.0 GiB, of which 0\.9 GiB"):
         gpu_kv_memory(loaded, StandIn(GIB, GIB), 1, 50, 6, None)
 

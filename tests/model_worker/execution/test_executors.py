@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from interfaces import LogprobMode, SamplingParams, Step, StepResult
 from model_worker.execution.isolation import Isolation
@@ -61,16 +62,27 @@ def test_greedy_steps_overlap(loaded: LoadedModel, overlap: str) -> None:
     assert not len(places)
 
 
-@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
+# What a device draws by itself, and what only the host does.
+DRAWN_THERE: tuple[dict[str, Any], ...] = (
+    {"logprobs": LogprobMode.TEMPERED},
+    {"min_new_tokens": 9, "stop_token_ids": [3]},
+    {"logit_bias": {5: 4.0}},
+    {"frequency_penalty": 0.5},
+    {"bad_words": [[3], [4]]},
+)
+DRAWN_BY_THE_HOST: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"watermark": True}, {}),
+    ({"bad_words": [[3, 4]]}, {}),
+    ({}, {"hidden_from": 0}),
+)
+
+
 @pytest.mark.parametrize(
-    ("params", "fields"),
+    ("overlap", "params", "fields"),
     [
-        ({"logprobs": LogprobMode.TEMPERED}, {}),
-        ({"min_new_tokens": 9, "stop_token_ids": [3]}, {}),
-        ({"logit_bias": {5: 4.0}}, {}),
-        ({"frequency_penalty": 0.5}, {}),
-        ({"watermark": True}, {}),
-        ({}, {"hidden_from": 0}),
+        *(("cpu", params, {}) for params in DRAWN_THERE),
+        *(("cpu", params, fields) for params, fields in DRAWN_BY_THE_HOST),
+        *(("cuda", params, fields) for params, fields in DRAWN_BY_THE_HOST),
     ],
 )
 def test_rows_that_need_the_host_wait(loaded: LoadedModel, overlap: str, params: Any, fields: Any) -> None:
@@ -82,6 +94,34 @@ def test_rows_that_need_the_host_wait(loaded: LoadedModel, overlap: str, params:
     assert pending.done
     worker.begin([0]).result()
     assert worker.taken[-1] == OVERLAPPED[overlap]
+
+
+@pytest.mark.parametrize("params", DRAWN_THERE)
+def test_rows_that_a_device_draws_keep_the_second_step_in_flight(loaded: LoadedModel, params: Any) -> None:
+    worker, plain = TinyWorker(loaded, "cuda"), TinyWorker(loaded)
+    for each in (worker, plain):
+        each.prefill(join(0, PROMPT), join(1, PROMPT, SamplingParams(temperature=0.0, **params)))
+    launched = [worker.begin([0, 1]) for _ in range(3)]
+    assert worker.taken == ["OverlapCuda"] * 3
+    assert len(worker.shared.in_flight) == 3
+    for pending in launched:
+        got, want = pending.result(), plain.begin([0, 1]).result()
+        assert got.tokens.tolist() == want.tokens.tolist()
+        if want.logprobs is None:
+            assert got.logprobs is None
+        else:
+            assert got.logprobs is not None
+            np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("params", [{}, *DRAWN_THERE])
+def test_a_step_in_which_no_row_draws_is_launched(loaded: LoadedModel, params: Any) -> None:
+    worker, plain = TinyWorker(loaded, "cuda"), TinyWorker(loaded)
+    parts = [([0], [3], [join(0, PROMPT, SamplingParams(temperature=0.0, **params))]), ([0], [1], [])]
+    got, want = ([each.begin(*part) for part in parts] for each in (worker, plain))
+    assert [len(pending.result().tokens) for pending in got] == [0, 1]
+    assert got[1].result().tokens.tolist() == want[1].result().tokens.tolist()
+    assert worker.taken == ["OverlapCuda"] * 2
 
 
 @pytest.mark.parametrize("overlap", ["cpu", "cuda"])
@@ -101,22 +141,67 @@ def test_drawn_rows_overlap_where_the_device_draws(loaded: LoadedModel, overlap:
     assert worker.taken == [taker]
 
 
-class EveryRow:
-    """Masks of which each row has one."""
+class Ascending:
+    """Masks of row 1: each token is larger than the one before, and one from 11 to 24 forces the next two."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
 
     def constrain(self, rows: np.ndarray) -> np.ndarray:
-        return np.ones(len(rows), np.bool_)
+        return np.asarray(rows == 1)
+
+    def apply(self, logits: Any, rows: np.ndarray, columns: Any) -> dict[int, str]:
+        with torch.inference_mode():
+            logits[np.flatnonzero(rows == 1).tolist(), : self.last + 1] = -np.inf
+        return {}
+
+    def flush(self) -> None:
+        """Nothing is sent anywhere."""
+
+    def sampled(self, rows: np.ndarray, tokens: np.ndarray) -> dict[int, list[int]]:
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            if row == 1:
+                assert token > self.last
+                self.last = token
+                if 10 < token < 25:
+                    self.last = token + 2
+                    return {1: [token + 1, token + 2]}
+        return {}
 
 
-@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
-def test_only_the_synchronous_executor_accepts_grammars(loaded: LoadedModel, overlap: str) -> None:
-    worker = TinyWorker(loaded, overlap)
-    worker.prefill(join(0, PROMPT * 3))
-    worker.shared.masks = cast(Masks, EveryRow())
-    step = worker.step([0])
+def test_a_cpu_draws_grammars_with_the_synchronous_executor(loaded: LoadedModel) -> None:
+    worker = TinyWorker(loaded, "cpu")
+    worker.prefill(join(0, PROMPT * 3), join(1, PROMPT))
+    worker.shared.masks = cast(Masks, Ascending(2))
+    step = worker.step([0, 1])
     packed = worker.shared.rows.pack(step)
     accepting = [type(executor) for executor in worker.executors if executor.accepts(step, packed)]
     assert accepting == [Synchronous]
+
+
+def test_a_grammar_waits_for_the_token_before_it_and_not_for_its_own(loaded: LoadedModel) -> None:
+    worker, plain = TinyWorker(loaded, "cuda"), TinyWorker(loaded)
+    told = []
+    for each in (worker, plain):
+        # The least token that may come is the most likely one.
+        bias = {token: -min(100.0, 3.0 * token) for token in range(VOCAB)}
+        biased = SamplingParams(temperature=0.0, logit_bias=bias)
+        each.prefill(join(0, PROMPT), join(1, PROMPT, biased))
+        each.shared.masks = cast(Masks, Ascending(2))
+        launched: list[Any] = []
+        for _ in range(14):
+            launched.append(each.begin([0, 1]))
+            if each is worker:
+                assert not launched[-1].done
+        results = [pending.result() for pending in launched]
+        runs = [{} if r.forced is None else r.forced.runs() for r in results]
+        forced = [{row: run.tolist() for row, run in each_run.items()} for each_run in runs]
+        told.append([(r.rows.tolist(), r.tokens.tolist(), run) for r, run in zip(results, forced, strict=True)])
+        text = each.shared.rows.text(1)
+        assert list(text[len(PROMPT) :]) == sorted(set(text[len(PROMPT) :]))
+    assert any(run for *_, run in told[0])
+    # While a row goes on by tokens that its grammar has forced, the synchronous executor draws nothing for it, either.
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("overlap", ["cpu", "cuda", "off"])
@@ -332,5 +417,5 @@ def test_an_overlapped_executor_gives_the_tokens_of_the_synchronous_one(
     assert run(overlapped, steps) == expected, f"seed {seed}"
     assert set(plain.taken) == {"Synchronous"}
     assert OVERLAPPED[overlap] in overlapped.taken
-    host = {"cpu": (drawn_params, biased_params), "cuda": (biased_params,)}[overlap]
+    host = {"cpu": (drawn_params, biased_params), "cuda": ()}[overlap]
     assert ("Synchronous" in overlapped.taken) == any(kind in host for kind in chosen)

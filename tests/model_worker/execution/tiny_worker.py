@@ -46,7 +46,7 @@ class TinyWorker:
         runner = ModelRunner(loaded, ROWS * BLOCKS_PER_ROW, BLOCK_SIZE)
         rows = WorkerRows(ROWS, BLOCKS_PER_ROW * BLOCK_SIZE, BLOCK_SIZE, runner.num_blocks)
         self.backend: Any = runner.backend
-        sampler = SamplerRows(ROWS, loaded.vocab_size, loaded.device)
+        sampler = SamplerRows(ROWS, loaded.vocab_size, loaded.device, counts_there=overlap == "cuda")
         self.shared = DeviceStep(rows, sampler, self.backend, WorkerIdentity(0, 0))
         drafters = without_models("text,suffix")
         self.executors = executors_for(self.shared, overlap, most_guesses, drafters=drafters)

@@ -49,7 +49,7 @@ def test_tokens_equal_the_samplers(
     positions = rng.integers(0, 1 << 20, len(rows))
     assert not sampler.needs_host(held)
     want = sampler.sample(table.clone(), held, positions)
-    got = sampler.sample_ahead(table, held, positions).numpy()
+    got = sampler.sample_ahead(table, held, positions).tokens.numpy()
     bad = np.zeros(len(rows), np.bool_) if want.bad is None else want.bad
     np.testing.assert_array_equal(got, np.where(bad, -1, want.tokens))
 

@@ -1,0 +1,130 @@
+"""What a draw on a device leaves there: tokens, and the log-probabilities that are reported with them.
+
+Everything is computed before the host has read a token. Values are those of `logprobs.py`. Knows logits that are
+shifted, so that the largest is 0, and scaled; knows no sampling values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces import LogprobReports
+from model_worker.device_copy import upload
+from model_worker.sampling.logprobs import Wanted
+
+# Logits handled at a time: each of a few temporaries takes 128 MB.
+CHUNK = 1 << 24
+_LOW = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class AskingRows:
+    """Rows of a step that report log-probabilities: their places in it, owners, positions, and what they want."""
+
+    index: NDArray[np.int64]
+    owners: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    # None: the chosen token's alone, which is no report.
+    wanted: Sequence[Wanted | None]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens i64[rows] on the device, -1 for a bad row; and for rows that ask, their log-probabilities f32."""
+
+    tokens: torch.Tensor
+    asking: AskingRows | None = None
+    # Of the chosen token [A], of the most probable [A, K] with their ids, and of the named ones [A, M].
+    chosen: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    tops: torch.Tensor | None = None
+    named: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the host has to read."""
+        found = (self.tokens, self.chosen, self.ids, self.tops, self.named)
+        return [tensor for tensor in found if tensor is not None]
+
+    def read(
+        self, arrays: Sequence[NDArray[Any]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None, LogprobReports | None]:
+        """Return tokens, log-probabilities (NaN where a row asked for none) and reports from the copied `tensors`."""
+        tokens = arrays[0]
+        if self.asking is None:
+            return tokens, None, None
+        chosen, ids, tops, named = arrays[1:]
+        logprobs = np.full(len(tokens), np.nan, np.float32)
+        logprobs[self.asking.index] = chosen
+        return tokens, logprobs, _reports(self.asking, chosen, ids, tops, named)
+
+
+def with_reports(
+    tokens: torch.Tensor, asking: AskingRows, width: int, logits_of: Callable[[slice], torch.Tensor]
+) -> Ahead:
+    """Compute what rows ask for. `logits_of` gives the logits f32[n, width] of some of the asking rows."""
+    wanted = [each or Wanted(0, np.empty(0, np.int64)) for each in asking.wanted]
+    most = max(each.top for each in wanted)
+    names = np.zeros((len(wanted), max(len(each.ids) for each in wanted)), np.int64)
+    for i, each in enumerate(wanted):
+        names[i, : len(each.ids)] = each.ids
+    index = upload(asking.index, tokens.device)
+    own, named = tokens[index].clamp(min=0), upload(names, tokens.device)
+    height = max(1, CHUNK // width)
+    slices = [slice(start, start + height) for start in range(0, len(wanted), height)]
+    parts = [_part(logits_of(some), own[some], named[some], most) for some in slices]
+    return Ahead(tokens, asking, *(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _part(logits: torch.Tensor, own: torch.Tensor, named: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    mass = logits.exp().sum(-1, keepdim=True, dtype=torch.float64).log()
+    ids = _most_probable(logits, min(most, logits.shape[1]))
+
+    def values(of: torch.Tensor) -> torch.Tensor:
+        return (logits.gather(1, of).double() - mass).float()
+
+    return values(own[:, None])[:, 0], ids, values(ids), values(named)
+
+
+def _most_probable(logits: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the ids of the largest logits; among equals the lower id comes first."""
+    # Both zeros are one number.
+    bits = (logits + 0.0).contiguous().view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = logits.shape[1] - 1
+    keys = (order << 32) | (last - torch.arange(last + 1, device=logits.device))
+    return last - (torch.topk(keys, most).values & _LOW)
+
+
+def _reports(
+    asking: AskingRows,
+    chosen: NDArray[np.float32],
+    ids: NDArray[np.int64],
+    tops: NDArray[np.float32],
+    named: NDArray[np.float32],
+) -> LogprobReports | None:
+    parts = []
+    for i, wanted in enumerate(asking.wanted):
+        if wanted is None:
+            continue
+        # Impossible tokens are last.
+        count = int(np.isfinite(tops[i, : wanted.top]).sum())
+        names = len(wanted.ids)
+        parts.append(
+            LogprobReports(
+                owners=asking.owners[i : i + 1],
+                positions=asking.positions[i : i + 1].astype(np.int32),
+                chosen=chosen[i : i + 1],
+                tops=np.array([count], np.int32),
+                counts=np.array([count + names], np.int32),
+                ids=np.concatenate([ids[i, :count], wanted.ids]).astype(np.int32),
+                values=np.concatenate([tops[i, :count], named[i, :names]]).astype(np.float32),
+            )
+        )
+    return LogprobReports.joined(parts) if parts else None
