@@ -19,6 +19,8 @@ from shared.pixel_files import is_pipeline
 from shared.settings import Settings, SettingsError
 
 EMBEDDED_NAME = "tokenyard-demo"
+# The name by which `model` and `also` mean the embedded painter.
+EMBEDDED_PAINTER = "tokenyard-painter"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
@@ -28,6 +30,9 @@ def resolve_model(settings: Settings) -> Settings:
     if settings.model == "":
         name = settings.served_model_name or EMBEDDED_NAME
         return dataclasses.replace(settings, model=_embedded_model(), served_model_name=name)
+    if settings.model == EMBEDDED_PAINTER and not Path(EMBEDDED_PAINTER).exists():
+        name = settings.served_model_name or EMBEDDED_PAINTER
+        return dataclasses.replace(settings, model=_embedded_painter(), served_model_name=name)
     if (gguf := _find_gguf(settings)) is not None:
         return gguf
     path = Path(settings.model).expanduser()
@@ -134,3 +139,9 @@ def _embedded_model() -> str:
     if not (path / "config.json").is_file():
         raise SettingsError(f"the embedded model is missing from {path}; name a MODEL, or make it: make demo-model")
     return str(path)
+
+
+def _embedded_painter() -> str:
+    from deploy.embedded_model import EMBEDDED_PAINTER_PATH
+
+    return str(EMBEDDED_PAINTER_PATH)

@@ -6,7 +6,6 @@ eye); a scene places such stamps with varied size, angle, place and colour. Does
 
 import math
 import random
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -30,14 +29,14 @@ from demo_model.painter.scenes import (
 SIDE = 64
 # Share of the height above which is sky.
 HORIZON = 0.66
-# Half of a thing's height, as a share of the picture, by its size; and where there are two, or a place is narrow.
-_HALF = {-1: 0.13, 0: 0.2, 1: 0.33}
-_HALF_OF_PAIR = 0.18
+# Half of a thing's height, as a share of the picture: in the middle, and elsewhere.
+_HALF_IN_MIDDLE = 0.3
+_HALF = 0.2
 # How far places, sizes (as a share), angles (radians) and channels differ from the plan.
-_SHIFT = 0.025
-_STRETCH = 0.1
-_TURN = 0.08
-_COLOUR_SHIFT = 8
+_SHIFT = 0.015
+_STRETCH = 0.06
+_TURN = 0.05
+_COLOUR_SHIFT = 5
 _STAMP = 64
 _PEN = 256
 # Columns of a plan for each thing: index of a stamp, whether it is there, centre x and y, half size, angle, colour.
@@ -55,7 +54,7 @@ def plan(rng: random.Random, scene: Scene) -> list[float]:
         x, y, half = _position(scene, thing)
         half *= 1 + rng.uniform(-_STRETCH, _STRETCH)
         x, y = x + rng.uniform(-_SHIFT, _SHIFT), y + rng.uniform(-_SHIFT, _SHIFT)
-        stamp = float(rng.choice(_stamps_of(thing.symbol)))
+        stamp = float(SYMBOLS.index(thing.symbol))
         row += [stamp, 1.0, x, y, half, rng.uniform(-_TURN, _TURN), *_shifted(rng, COLOURS[thing.colour])]
     return row + [0.0] * (7 + 2 * _OF_THING - len(row))
 
@@ -101,9 +100,8 @@ def _position(scene: Scene, thing: Thing) -> tuple[float, float, float]:
     if scene.background in LANDSCAPES:
         x = 0.5 + 0.29 * (thing.column - 1)
         return (x, HORIZON - 0.02, 0.2) if thing.symbol in STANDING else (x, 0.19, 0.14)
-    if len(scene.things) == 2:
-        return 0.5 + 0.23 * (thing.column - 1), 0.5 + 0.23 * (thing.row - 1), _HALF_OF_PAIR
-    return 0.5 + 0.25 * (thing.column - 1), 0.5 + 0.25 * (thing.row - 1), _HALF[thing.size]
+    half = _HALF_IN_MIDDLE if (thing.column, thing.row) == (1, 1) else _HALF
+    return 0.5 + 0.25 * (thing.column - 1), 0.5 + 0.25 * (thing.row - 1), half
 
 
 def _shifted(rng: random.Random, colour: Colour) -> list[float]:
@@ -112,27 +110,20 @@ def _shifted(rng: random.Random, colour: Colour) -> list[float]:
 
 @cache
 def all_stamps() -> Tensor:
-    """Return [stamps, 5, side, side]: the main colour's layer, then the fixed layer and its colours."""
-    drawn = [stamp for symbol in SYMBOLS for stamp in _drawn(symbol)]
-    return torch.stack([torch.from_numpy(stamp) for stamp in drawn])
+    """Return [symbols, 5, side, side]: the main colour's layer, then the fixed layer and its colours."""
+    return torch.stack([torch.from_numpy(_drawn(symbol)) for symbol in SYMBOLS])
 
 
-@cache
-def _stamps_of(symbol: str) -> Sequence[int]:
-    counts = [len(_STROKES) if each in DIGITS else 1 for each in SYMBOLS]
-    index = SYMBOLS.index(symbol)
-    return range(sum(counts[:index]), sum(counts[: index + 1]))
+# Width of the pen for digits, beside that of the font.
+_STROKE = 5
 
 
-_STROKES = (0, 3, 7)
-
-
-def _drawn(symbol: str) -> list[np.ndarray]:
+def _drawn(symbol: str) -> np.ndarray:
     if symbol in DIGITS:
-        return [_stamp(_digit(symbol, stroke), None) for stroke in _STROKES]
+        return _stamp(_digit(symbol), None)
     main, fixed = Image.new("L", (_PEN, _PEN)), Image.new("RGBA", (_PEN, _PEN))
     _DRAWN[symbol](ImageDraw.Draw(main), ImageDraw.Draw(fixed))
-    return [_stamp(main, fixed)]
+    return _stamp(main, fixed)
 
 
 def _stamp(main: Image.Image, fixed: Image.Image | None) -> np.ndarray:
@@ -146,12 +137,12 @@ def _stamp(main: Image.Image, fixed: Image.Image | None) -> np.ndarray:
     return np.concatenate([layer, folded.mean((2, 4))])
 
 
-def _digit(text: str, stroke: int) -> Image.Image:
+def _digit(text: str) -> Image.Image:
     font = ImageFont.load_default(200)
-    left, top, right, bottom = font.getbbox(text, stroke_width=stroke)
+    left, top, right, bottom = font.getbbox(text, stroke_width=_STROKE)
     image = Image.new("L", (_PEN, _PEN))
     at = ((_PEN - (right - left)) / 2 - left, (_PEN - (bottom - top)) / 2 - top)
-    ImageDraw.Draw(image).text(at, text, fill=255, font=font, stroke_width=stroke)
+    ImageDraw.Draw(image).text(at, text, fill=255, font=font, stroke_width=_STROKE)
     # As high as the stamp, but no wider.
     grown = image.crop(image.getbbox())
     factor = min((_PEN - 8) / grown.height, (_PEN - 8) / grown.width)

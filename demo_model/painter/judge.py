@@ -106,7 +106,7 @@ def _examples() -> tuple[Pixels, tuple[str, ...]]:
         colour = usual or rng.choice(tuple(COLOURS))
         while not is_seen(colour, background):
             background = rng.choice(tuple(COLOURS))
-        scenes.append(Scene((Thing(symbol, colour, size=rng.choice((-1, 0, 0, 1))),), background))
+        scenes.append(Scene((Thing(symbol, colour, row=rng.choice((0, 1))),), background))
     drawn = ((draw(torch.tensor([plan(rng, scene) for scene in scenes])) + 1) / 2).permute(0, 2, 3, 1).numpy()
     made = [_found(pixels, _behind(pixels)) for pixels in drawn]
     return np.stack([each[0] for each in made if each]), tuple(s for s, each in zip(symbols, made, strict=True) if each)

@@ -1,7 +1,7 @@
 """What the painter can paint, and the words that ask for it.
 
-A scene has one or two things, each with a colour, a place and a size, before a background. Knows English; does not
-know pixels.
+A scene is a thing with a colour and a place before a colour, or one or two in a landscape. Knows English; does not know
+pixels.
 """
 
 import random
@@ -52,8 +52,6 @@ _PLACES = {
     (0, 1): ("left",), (1, 1): ("middle", "centre", "center"), (2, 1): ("right",),
     (0, 2): ("bottom left",), (1, 2): ("bottom",), (2, 2): ("bottom right",),
 }  # fmt: skip
-_SMALL = ("small", "little", "tiny")
-_LARGE = ("large", "big", "huge")
 _BEGINNINGS = (
     "a picture of", "a drawing of", "an image of", "draw", "paint", "please draw", "please paint", "show me",
     "i want", "a photo of", "generate", "make", "can you draw",
@@ -63,17 +61,19 @@ _ENDINGS = (".", "!", "please", ", simple")
 _STRANGERS = ("cat", "beautiful", "very", "train", "with", "style", "nice", "detailed")
 # How far from its background the colour of a thing is at least, summed over the channels.
 _CONTRAST = 190
+# Share of the scenes that are landscapes, and of the others that have their thing in the middle.
+_LANDSCAPE_SHARE = 0.2
+_MIDDLE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Thing:
-    """`column` and `row` are 0, 1 or 2, from the top left. `size` is -1 (small), 0 or 1 (large)."""
+    """`column` and `row` are 0, 1 or 2, from the top left."""
 
     symbol: str
     colour: str
     column: int = 1
     row: int = 1
-    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,11 @@ def is_seen(colour: str, background: str) -> bool:
 
 def random_scene(rng: random.Random) -> Scene:
     """Draw a scene that the words can say."""
-    kind = rng.random()
-    if kind < 0.3:
-        return _pair(rng)
-    if kind < 0.5:
+    if rng.random() < _LANDSCAPE_SHARE:
         return _landscape(rng)
-    symbol = rng.choice(DIGITS) if rng.random() < 0.4 else rng.choice((*SHAPES, *THINGS))
-    size = rng.choice((-1, 0, 0, 0, 1))
-    column, row = (1, 1) if size > 0 or rng.random() < 0.35 else (rng.randrange(3), rng.randrange(3))
-    thing = Thing(symbol, _colour(rng, symbol), column, row, size)
+    symbol = rng.choice(SYMBOLS)
+    column, row = (1, 1) if rng.random() < _MIDDLE_SHARE else (rng.randrange(3), rng.randrange(3))
+    thing = Thing(symbol, _colour(rng, symbol), column, row)
     return Scene((thing,), _background(rng, thing))
 
 
@@ -131,27 +127,12 @@ def vocabulary() -> list[str]:
     """Return all words that a scene may be said with, but for those that no drawing has."""
     texts = [
         *COLOURS, *SHAPES, *DIGITS, *NUMBERS, *THINGS, "gray", "colour", "of", "the", "a", "an", "in", "on", "at",
-        "and", "to", "background", "digit", "number", "corner", "side", "above", "over", "below", "under", "beside",
-        "next", "smiling", "smiley", *_BEGINNINGS, *_ENDINGS, *_SMALL, *_LARGE,
+        "and", "to", "background", "digit", "number", "corner", "side", "below", "under", "smiling", "smiley",
+        *_BEGINNINGS, *_ENDINGS,
         *(word for words in _LANDSCAPE_WORDS.values() for word in words),
         *(word for words in _PLACES.values() for word in words),
     ]  # fmt: skip
     return list(dict.fromkeys(word for text in texts for word in text.replace(",", ", ").split()))
-
-
-def _pair(rng: random.Random) -> Scene:
-    """Two things beside or above each other."""
-    symbols = [rng.choice(DIGITS) if rng.random() < 0.3 else rng.choice((*SHAPES, *THINGS)) for _ in range(2)]
-    first, second = (Thing(symbol, _colour(rng, symbol)) for symbol in symbols)
-    if rng.random() < 0.6:
-        placed = (replace(first, column=0), replace(second, column=2))
-    else:
-        placed = (replace(first, row=0), replace(second, row=2))
-    fitting = [name for name in COLOURS if all(is_seen(thing.colour, name) for thing in placed)]
-    background = PAPER if all(is_seen(thing.colour, PAPER) for thing in placed) else ""
-    if fitting and (not background or rng.random() < 0.2):
-        background = rng.choice(fitting)
-    return Scene(placed, background) if background else _pair(rng)
 
 
 def _landscape(rng: random.Random) -> Scene:
@@ -199,9 +180,8 @@ def _flies(scene: Scene) -> bool:
 
 
 def _named(rng: random.Random, thing: Thing) -> str:
-    """A thing with its colour and its size."""
+    """A thing with its colour."""
     symbol, colour = thing.symbol, thing.colour.replace("grey", rng.choice(("grey", "gray")))
-    size = rng.choice(_SMALL) if thing.size < 0 else rng.choice(_LARGE) if thing.size > 0 else ""
     if THINGS.get(symbol) == thing.colour and rng.random() < 0.5:
         colour = ""
     if symbol in DIGITS:
@@ -211,8 +191,8 @@ def _named(rng: random.Random, thing: Thing) -> str:
         symbol = rng.choice(("face", "smiling face", "smiley"))
     article = rng.choice(("a", "a", "a", "the", ""))
     if colour and rng.random() < 0.08:
-        return _with_article(article, [size, symbol, "in", colour])
-    return _with_article(article, [size, colour, symbol])
+        return _with_article(article, [symbol, "in", colour])
+    return _with_article(article, [colour, symbol])
 
 
 def _with_article(article: str, words: list[str]) -> str:
@@ -232,18 +212,6 @@ def _place(rng: random.Random, thing: Thing) -> str:
     return rng.choice((f"at the {name}", f"on the {name}", f"in the {name}"))
 
 
-def _related(rng: random.Random, first: Thing, second: Thing) -> str:
-    """Two things and where they are to each other. One that is on the ground comes before one in the sky."""
-    if first.row == 2:
-        joined = rng.choice(("and", "under", "below"))
-        return f"{_named(rng, first)} {joined} {_named(rng, second)}"
-    if first.row == second.row:
-        forward = "and", "beside", "next to", "to the left of", "left of"
-        back = "to the right of", "right of"
-        kept = rng.random() < 0.7
-        joined = rng.choice(forward if kept else back)
-    else:
-        kept = rng.random() < 0.5
-        joined = rng.choice(("above", "over") if kept else ("below", "under"))
-    before, after = (first, second) if kept else (second, first)
-    return f"{_named(rng, before)} {joined} {_named(rng, after)}"
+def _related(rng: random.Random, down: Thing, up: Thing) -> str:
+    """One thing on the ground, and one in the sky."""
+    return f"{_named(rng, down)} {rng.choice(('and', 'under', 'below'))} {_named(rng, up)}"

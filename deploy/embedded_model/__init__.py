@@ -7,5 +7,7 @@ importing this package loads nothing heavy.
 from pathlib import Path
 
 EMBEDDED_MODEL_PATH: Path = Path(__file__).parent / "weights"
+# A small pipeline of diffusers, which paints.
+EMBEDDED_PAINTER_PATH: Path = Path(__file__).parent / "painter"
 
-__all__ = ["EMBEDDED_MODEL_PATH"]
+__all__ = ["EMBEDDED_MODEL_PATH", "EMBEDDED_PAINTER_PATH"]

@@ -100,5 +100,6 @@ def _unnamed_file(folder: Path) -> int:
         if error.errno not in _UNNAMED_REFUSED or not folder.is_dir():
             raise
     file, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
-    os.unlink(path)
+    # Another worker that starts in the same folder may have removed it.
+    Path(path).unlink(missing_ok=True)
     return file

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import io
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +16,11 @@ import openai
 import psutil
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from api_server.speech.encoding import Encoder
+from demo_model.painter.judge import see
 from shared.speech_files import SpeechFiles
 from tests.api_server.pooling.conftest import save_tokenizer
 from tests.model_worker.speech.tiny_vits import tiny_vits
@@ -61,7 +65,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(embedder: Path, reranker: Path, speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     flags = ["--served-model-name", "chat", "--also", f"embed={embedder}", "--also", f"rerank={reranker}"]
-    flags += ["--also", f"voice={speaker}", "--devices", "cpu"]
+    flags += ["--also", f"voice={speaker}", "--also", "painter=tokenyard-painter", "--devices", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         # With other sums the length of a sound, which is rounded up, may be another.
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -74,13 +78,26 @@ def post(server: Server, path: str, **body: object) -> httpx.Response:
 
 
 def test_all_models_are_listed(server: Server) -> None:
-    names = ["chat", "embed", "rerank", "voice"]
+    names = ["chat", "embed", "rerank", "voice", "painter"]
     assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == names
     anthropics = httpx.get(f"{server.url}/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert [model["id"] for model in anthropics["data"]] == names
-    assert (anthropics["first_id"], anthropics["last_id"]) == ("chat", "voice")
+    assert (anthropics["first_id"], anthropics["last_id"]) == ("chat", "painter")
     assert httpx.get(f"{server.url}/v1/models/embed").json()["max_model_len"] == 160
     assert httpx.get(f"{server.url}/v1/models/nope").status_code == 404
+
+
+def test_the_embedded_painter_paints_what_it_is_told(server: Server) -> None:
+    symbols = ("house", "star", "7", "sun", "heart", "circle", "boat", "3", "moon", "diamond")
+    right = 0
+    for symbol, colour in zip(symbols, itertools.cycle(("red", "blue", "green")), strict=False):
+        body = {"model": "painter", "prompt": f"a {colour} {symbol}", "seed": 11, "size": "64x64"}
+        answer = post(server, "/v1/images/generations", **body)
+        assert answer.status_code == 200, answer.text
+        with Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))) as image:
+            found = see(np.asarray(image, np.float32) / np.float32(255))
+        right += found is not None and (found.symbol, found.colour) == (symbol, colour)
+    assert right >= 9
 
 
 def test_each_request_is_answered_by_the_model_that_it_names(server: Server, embedder: Path) -> None:
@@ -108,7 +125,7 @@ def test_a_request_without_a_model_is_for_the_first_that_can_do_it(server: Serve
 def test_a_wrong_name_and_a_wrong_task_are_refused(server: Server) -> None:
     unknown = post(server, "/v1/embeddings", model="nope", input="Hello")
     assert unknown.status_code == 404
-    assert "this server has 'chat', 'embed', 'rerank', 'voice'" in unknown.text
+    assert "this server has 'chat', 'embed', 'rerank', 'voice', 'painter'" in unknown.text
     for path, model, body in (
         ("/v1/embeddings", "chat", {"input": "Hello"}),
         ("/v1/chat/completions", "embed", {"messages": [{"role": "user", "content": "Hello!"}]}),
