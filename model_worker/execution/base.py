@@ -188,7 +188,7 @@ class DeviceStep(RunningRows):
         return needed if self.masks is None else needed | self.masks.constrain(rows)
 
     def needs_host(self, rows: NDArray[np.int32]) -> bool:
-        """Whether sampling these rows needs, or reports, more than a draw on the device does."""
+        """Whether sampling these rows takes or gives more than logits and a token, or goes on by a grammar."""
         return self.sampler.needs_host(rows) or (self.masks is not None and bool(self.masks.constrain(rows).any()))
 
     def refusals(self, rows: NDArray[np.int32]) -> dict[int, str]:

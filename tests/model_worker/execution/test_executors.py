@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from interfaces import LogprobMode, SamplingParams, Step, StepResult
+from model_worker.execution import overlap_cuda
 from model_worker.execution.isolation import Isolation
 from model_worker.execution.overlap_cpu import OverlapCpu
 from model_worker.execution.overlap_cuda import OverlapCuda
@@ -112,6 +113,22 @@ def test_rows_that_a_device_draws_keep_the_second_step_in_flight(loaded: LoadedM
         else:
             assert got.logprobs is not None
             np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5)
+
+
+def test_a_step_without_memory_for_what_it_has_counted_is_not_repeated(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = TinyWorker(loaded, "cuda")
+    worker.prefill(join(0, PROMPT), join(1, PROMPT, SamplingParams(temperature=0.0, presence_penalty=1.0)))
+
+    def none_left(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(overlap_cuda, "Download", none_left)
+    # Without a count it runs again, by the executor that takes every step.
+    assert len(worker.begin([0]).result().tokens) == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.begin([0, 1])
 
 
 @pytest.mark.parametrize("params", [{}, *DRAWN_THERE])
