@@ -100,6 +100,54 @@ def test_the_embedded_painter_paints_what_it_is_told(server: Server) -> None:
     assert right >= 9
 
 
+def test_a_response_may_be_an_image_by_the_model_beside_it(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    tool: Any = {"type": "image_generation", "size": "64x64", "partial_images": 2, "seed": 11}
+    wish: Any = {"model": "chat", "tools": [tool], "tool_choice": {"type": "image_generation"}}
+    turns: Any = [{"role": "assistant", "content": "What?"}, {"role": "user", "content": "a red house"}]
+    answer = client.responses.create(input=turns, **wish)
+    assert (answer.status, answer.model) == ("completed", "chat")
+    (item,) = answer.output
+    assert item.type == "image_generation_call"
+    assert item.result is not None
+    plain = {"model": "painter", "prompt": "a red house", "seed": 11, "size": "64x64"}
+    (image,) = post(server, "/v1/images/generations", **plain).json()["data"]
+    assert item.result == image["b64_json"]
+
+    events = list(client.responses.create(input="a red house", stream=True, **wish))
+    call = "response.image_generation_call"
+    assert [event.type for event in events] == [
+        *("response.created", "response.in_progress", "response.output_item.added"),
+        *(f"{call}.in_progress", f"{call}.generating", f"{call}.partial_image", f"{call}.partial_image"),
+        *(f"{call}.completed", "response.output_item.done", "response.completed"),
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    (last,) = events[-1].response.output
+    assert last.type == "image_generation_call"
+    assert last.result == image["b64_json"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": []}, "tools does not have"),
+        ({"tools": [{"type": "image_generation", "size": 7}]}, "tools[0].size"),
+        ({"tools": [{"type": "image_generation", "size": "63x64"}]}, "size"),
+        ({"tools": [{"type": "image_generation", "model": "embed"}]}, "needs a model that paints"),
+        (
+            {"tools": [{"type": "image_generation"}], "input": [{"role": "assistant", "content": "a"}]},
+            "must end with a user's text",
+        ),
+    ],
+)
+def test_images_of_responses_that_cannot_be_are_refused(server: Server, fields: dict[str, Any], said: str) -> None:
+    wish: dict[str, Any] = {"model": "chat", "input": "a red house", "tool_choice": {"type": "image_generation"}}
+    answer = post(server, "/v1/responses", **(wish | fields))
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
 def test_each_request_is_answered_by_the_model_that_it_names(server: Server, embedder: Path) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
     chat = post(server, "/v1/chat/completions", model="chat", messages=messages, max_tokens=5).json()

@@ -286,11 +286,11 @@ def _event(
         "type": name,
         "b64_json": base64.b64encode(encoded(pixels, kind, quality)).decode(),
         "created_at": int(time.time()),
-        **_facts(painting, kind),
+        **facts_of(painting, kind),
     }
     if number:
         return named_frame({**event, "partial_image_index": number - 1})
-    return named_frame({**event, "seed": int(painting.context.seeds[0]), "usage": _usage(painting)})
+    return named_frame({**event, "seed": int(painting.context.seeds[0]), "usage": usage_of(painting)})
 
 
 def _answer(painting: Painting, files: list[bytes], urls: list[str] | None, kind: Format) -> bytes:
@@ -301,17 +301,17 @@ def _answer(painting: Painting, files: list[bytes], urls: list[str] | None, kind
         data = [{"b64_json": text, "seed": seed} for text, seed in zip(texts, seeds, strict=True)]
     else:
         data = [{"url": url, "seed": seed} for url, seed in zip(urls, seeds, strict=True)]
-    answer = {"created": int(time.time()), "data": data, **_facts(painting, kind), "usage": _usage(painting)}
+    answer = {"created": int(time.time()), "data": data, **facts_of(painting, kind), "usage": usage_of(painting)}
     return orjson.dumps(answer)
 
 
-def _facts(painting: Painting, kind: Format) -> dict[str, Any]:
+def facts_of(painting: Painting, kind: Format) -> dict[str, Any]:
     """What answers and events say about all their images."""
     context = painting.context
     return {"output_format": kind, "background": "opaque", "size": f"{context.width}x{context.height}"}
 
 
-def _usage(painting: Painting) -> dict[str, Any]:
+def usage_of(painting: Painting) -> dict[str, Any]:
     context = painting.context
     patches = context.patches * len(context)
     given = 0 if context.original is None else context.patches

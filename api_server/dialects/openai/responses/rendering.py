@@ -13,6 +13,7 @@ from api_server.dialects.openai.responses.tools import Kind, Toolbox
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.parsers.answer import Block, Call, Passage
 from api_server.text.sealed_text import Seal
+from interfaces import SamplingParams
 
 _NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens", "prompt": "input"}
 
@@ -36,22 +37,22 @@ class Form:
     def answer(self, choice: Choice) -> dict[str, Any]:
         """The finished resource."""
         status = _status(choice)
-        return self._resource(
-            choice,
+        return self.resource(
             status,
+            choice.sampling,
             output=self.items(choice, status),
             usage=_usage(choice),
-            completed_at=int(time.time()),
+            completed_at=self.now(),
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
         )
 
     def begun(self, choice: Choice) -> dict[str, Any]:
-        return self._resource(choice, "in_progress")
+        return self.resource("in_progress", choice.sampling)
 
     def failed(self, choice: Choice, error: RequestFailed) -> dict[str, Any]:
         code = "rate_limit_exceeded" if error.kind is ErrorKind.OVERLOADED else "server_error"
         output = self.items(choice, "incomplete")
-        return self._resource(choice, "failed", output=output, error={"code": code, "message": error.message})
+        return self.resource("failed", choice.sampling, output=output, error={"code": code, "message": error.message})
 
     def items(self, choice: Choice, status: str) -> list[dict[str, Any]]:
         """The output items; only the last one can be incomplete, and an empty answer is one empty text."""
@@ -92,8 +93,14 @@ class Form:
             more["encrypted_content"] = self.seal.sealed(block.text)
         return more
 
-    def _resource(self, choice: Choice, status: str, **changes: Any) -> dict[str, Any]:
+    @staticmethod
+    def now() -> int:
+        return int(time.time())
+
+    def resource(self, status: str, sampling: SamplingParams | None = None, **changes: Any) -> dict[str, Any]:
+        """The resource with its changes. `sampling` is that of its text; None where none is generated."""
         body = self.body
+        sampling = sampling or SamplingParams()
         return {
             "id": f"resp_{self.request_id}",
             "object": "response",
@@ -113,12 +120,12 @@ class Form:
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": self.summary},
             "store": False,
-            "temperature": choice.sampling.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": 0,
-            "top_p": choice.sampling.top_p,
+            "top_p": sampling.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,

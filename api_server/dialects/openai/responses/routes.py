@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses for text: one request, one answer, nothing kept."""
+"""OpenAI's /v1/responses for text, or for an image: one request, one answer, nothing kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 
 from api_server.dialects.openai import requests
 from api_server.dialects.openai.errors import render_error
-from api_server.dialects.openai.responses import context, input
+from api_server.dialects.openai.responses import context, image_tool, input
 from api_server.dialects.openai.responses.events import Events
 from api_server.dialects.openai.responses.rendering import Form, named
 from api_server.dialects.openai.responses.schema import InputTokens, ResponseAnswer, ResponseEvent, ResponsesBody
@@ -51,6 +51,8 @@ def routes() -> list[BaseRoute]:
 async def responses(call: Call) -> Response:
     body, tools = await call.apart(lambda: _read(call))
     form = Form(call.request_id, _model(call, body), body, tools, call.server.seal)
+    if image_tool.is_chosen(body):
+        return await image_tool.answered(call, body, form)
     generation = await generate(call.server, await _request(call, body, tools))
     if body.stream:
         events = Events(form, generation)
@@ -74,7 +76,8 @@ def _model(call: Call, body: ResponsesBody) -> str:
 def _read(call: Call) -> tuple[ResponsesBody, Toolbox]:
     body = requests.read(call, ResponsesBody, input.REFUSED)
     input.check_parts(body)
-    return body, Toolbox.of(body.tools)
+    # Where an image is chosen, the other tools are not called.
+    return body, Toolbox() if image_tool.is_chosen(body) else Toolbox.of(body.tools)
 
 
 async def _request(call: Call, body: ResponsesBody, tools: Toolbox) -> TextGenerationRequest:

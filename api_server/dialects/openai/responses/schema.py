@@ -59,10 +59,12 @@ class ResponsesBody(TextBody):
         None, description="Refused when it would act: nothing is compacted"
     )
     tools: Tools | None = Field(
-        None, description="What the model may call: function, custom, namespace, shell, local_shell, apply_patch"
+        None,
+        description="What the model may call: function, custom, namespace, shell, local_shell, apply_patch; and "
+        "image_generation, if tool_choice names it",
     )
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="auto (default), none, required, a function, or allowed_tools"
+        None, description="auto (default), none, required, a function, allowed_tools, or image_generation"
     )
     parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
     max_thinking_tokens: int | None = Field(
@@ -145,8 +147,22 @@ class PatchCallItem(BaseModel):
     operation: dict[str, Any]
 
 
+class ImageCallItem(BaseModel):
+    """An image that was painted: the file in base64, null while it is not there."""
+
+    id: str
+    type: Literal["image_generation_call"]
+    status: Literal["in_progress", "completed", "failed"]
+    result: str | None
+    # What was painted.
+    revised_prompt: str
+    output_format: Literal["png", "jpeg", "webp"]
+    background: Literal["opaque"]
+    size: str
+
+
 OutputItem = Annotated[
-    OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem | ShellCallItem | PatchCallItem,
+    OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem | ShellCallItem | PatchCallItem | ImageCallItem,
     Field(discriminator="type"),
 ]
 
@@ -320,6 +336,20 @@ class InputDoneEvent(_CallEvent):
     input: str
 
 
+class ImageProgressEvent(_CallEvent):
+    type: Literal[
+        "response.image_generation_call.in_progress",
+        "response.image_generation_call.generating",
+        "response.image_generation_call.completed",
+    ]
+
+
+class ImagePreviewEvent(_CallEvent):
+    type: Literal["response.image_generation_call.partial_image"]
+    partial_image_index: int
+    partial_image_b64: str
+
+
 class InputTokens(BaseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
@@ -348,6 +378,8 @@ class ResponseEvent(RootModel[Any]):
         | InputDoneEvent
         | ArgumentsDeltaEvent
         | ArgumentsDoneEvent
+        | ImageProgressEvent
+        | ImagePreviewEvent
         | ErrorEvent,
         Field(discriminator="type"),
     ]
