@@ -100,7 +100,7 @@ def test_starts_quickly_and_small_and_without_torch(
         assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
         live = psutil.Process(process.popen.pid)
         assert live.memory_info().rss < 300e6
-        assert not [mapped.path for mapped in live.memory_maps() if "torch" in mapped.path]
+        assert not [mapped.path for mapped in live.memory_maps() if "/site-packages/torch/" in mapped.path]
         assert "api_server:0" in " ".join(live.cmdline())
         assert "-m api_server" in " ".join(live.cmdline())
         # It may have work left from its start.
