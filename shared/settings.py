@@ -261,7 +261,7 @@ class Settings:
         "behaviour",
         False,
         "let requests for speech have a clip of the voice to imitate (ref_audio), where the model generates speech "
-        "tokens; whoever may ask can then make it sound like anybody",
+        "tokens; a client can then make it sound like any person",
     )
     media_cache: str = _setting(
         "capacity",

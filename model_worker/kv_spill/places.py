@@ -1,7 +1,7 @@
 """Where blocks lie beside the KV cache: a file on a disk, or memory of the host. Knows slots of equal size, and bytes.
 
-The file has no name, so nobody else can open it, and the kernel frees it with the last process that has it open,
-however that one ends. A file system without such files gets one of mode 0600 whose name is removed at once.
+The file has no name: no other process can open it. The kernel frees it when the last process that has it open ends.
+A file system without such files gets one of mode 0600 whose name is removed at once.
 """
 
 from __future__ import annotations
