@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import SamplingParams
+from model_worker.sampling import rng
+from model_worker.sampling.draw import Choices
 
 # Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway.
 LEAST_TEMPERATURE = 1e-6
@@ -80,3 +82,9 @@ def known_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> NDArray[n
     if len(outside):
         raise ValueError(f"{name} names tokens {outside.tolist()}: valid are 0 to {vocab_size - 1}")
     return ids
+
+
+def choices_of(values: NDArray[np.void], positions: NDArray[np.int64]) -> Choices:
+    """Return what the draw takes of rows with these values, whose new tokens will have these positions."""
+    names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
+    return Choices(keys=rng.row_keys(values["seed"], positions), **{name: values[name].copy() for name in names})

@@ -44,10 +44,11 @@ from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.device_copy import upload
-from model_worker.sampling import columns, draw_cuda, draw_triton, rng
-from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
+from model_worker.sampling import columns, draw_triton
+from model_worker.sampling.ahead import Ahead
+from model_worker.sampling.device_draw import DeviceDraw
 from model_worker.sampling.device_penalties import DevicePenaltyStage
-from model_worker.sampling.draw import Choices, choose, only_kept
+from model_worker.sampling.host_draw import HostDraw
 from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.sampling.penalties import PenaltyStage
 from model_worker.sampling.processors import ProcessedRows
@@ -55,7 +56,6 @@ from model_worker.sampling.registry import Processor
 from model_worker.sampling.row_values import ROW_VALUES, known_tokens, row_values
 from model_worker.sampling.stages import AnyStage, JoiningRow
 from model_worker.sampling.token_rules import RuleStage
-from model_worker.sampling.typical import only_typical
 from model_worker.sampling.watermark import Watermark
 
 
@@ -108,10 +108,7 @@ class SamplerRows:
         self._table = np.zeros(max_rows, ROW_VALUES)
         self._vocab_size = vocab_size
         self._device = device
-        self._has_kernels = has_kernels
         self._wanted: dict[int, Wanted] = {}
-        # How tokens are drawn that stay on the device.
-        self._draw_ahead: draw_triton.Draw = draw_cuda.draw
         self.columns = columns.Columns()
         self._processed = ProcessedRows(max_rows, processors or {})
         there = device.type != "cpu" if counts_there is None else counts_there
@@ -123,6 +120,8 @@ class SamplerRows:
             RuleStage(max_rows, vocab_size),
             self._processed,
         )
+        self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
+        self._device_draw = DeviceDraw(self._stages, self._wanted)
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for."""
@@ -132,10 +131,10 @@ class SamplerRows:
         arguments = (torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
         neutral.sample(*arguments)
         if self._device.type == "cuda":
-            self._draw_ahead = draw_triton.proven(self._device, self._vocab_size)
+            self._device_draw.draw_tokens = draw_triton.proven(self._device, self._vocab_size)
             neutral.use_columns(columns.proven(self._device))
             self.use_columns(neutral.columns)
-            neutral._draw_ahead = self._draw_ahead
+            neutral._device_draw.draw_tokens = self._device_draw.draw_tokens
             neutral.sample_ahead(*arguments)
 
     def use_columns(self, used: columns.Columns) -> None:
@@ -205,8 +204,8 @@ class SamplerRows:
         copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         logprobs = np.full(len(rows), np.nan, np.float32)
         columns = (rows[index], values[index], positions[index])
-        tokens[index], logprobs[index], drawn = self._choose(copied, *columns)
-        reports = self._report(copied, drawn, *columns, tokens[index])
+        tokens[index], logprobs[index], drawn = self._host_draw.choose(copied, *columns)
+        reports = self._host_draw.report(copied, drawn, *columns, tokens[index])
         return Sampled.of(tokens, logprobs if values["logprobs"].any() else None, reports)
 
     def needs_host(self, rows: NDArray[np.int32]) -> bool:
@@ -244,62 +243,12 @@ class SamplerRows:
         index = None if len(worked) == len(rows) else upload(worked, logits.device)
         scaled = logits.to(torch.float32, copy=True) if index is None else logits[index].float()
         columns = rows[worked], values[worked], positions[worked]
-        drawn = self._draw_there(scaled, *columns)
+        drawn = self._device_draw.draw(scaled, *columns)
         tokens = drawn if index is None else tokens.index_copy(0, index, drawn)
-        ahead = self._asked(tokens, scaled, worked, *columns)
+        ahead = self._device_draw.asked(tokens, scaled, worked, *columns)
         for stage in self._stages:
             stage.launched(rows, tokens)
         return ahead
-
-    def _draw_there(
-        self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
-    ) -> torch.Tensor:
-        """Return tokens, -1 for a bad row. `logits` are changed, shifted and scaled."""
-        for stage in self._stages:
-            stage.apply(logits, rows, positions)
-        top, tokens = logits.max(dim=-1)
-        logits.sub_(top[:, None])
-        if (values["temperature"] != 1).any():
-            logits.div_(upload(values["temperature"].copy(), logits.device)[:, None])
-        drawn = np.flatnonzero(~values["greedy"])
-        if len(drawn) == len(rows):
-            tokens = self._draw_ahead(logits, _choices(values, positions))
-        elif len(drawn):
-            index = upload(drawn, logits.device)
-            some = self._draw_ahead(logits[index], _choices(values[drawn], positions[drawn]))
-            tokens = tokens.index_copy(0, index, some)
-        return torch.where(torch.isfinite(top), tokens, -1)
-
-    def _asked(
-        self,
-        tokens: torch.Tensor,
-        scaled: torch.Tensor,
-        places: NDArray[np.int64],
-        rows: NDArray[np.int32],
-        values: NDArray[np.void],
-        positions: NDArray[np.int64],
-    ) -> Ahead:
-        """Add what rows report; `scaled[i]` are the logits of `rows[i]`, which is at `places[i]` of the step."""
-        wanted = [self._wanted.get(row) for row in rows.tolist()] if self._wanted else [None] * len(rows)
-        found = [each if each is not None and (each.top or len(each.ids)) else None for each in wanted]
-        asks = (values["logprobs"] > 0) | np.array([each is not None for each in found])
-        asking = np.flatnonzero(asks)
-        if not len(asking):
-            return Ahead(tokens)
-
-        def logits_of(some: slice) -> torch.Tensor:
-            part = asking[some]
-            logits = scaled[upload(part, scaled.device)]
-            warped = np.flatnonzero(values["logprobs"][part] == LogprobMode.WARPED)
-            if len(warped):
-                index = upload(warped, scaled.device)
-                choices = _choices(values[part[warped]], positions[part[warped]])
-                kept = draw_cuda.kept(logits[index], choices)
-                logits[index] = torch.where(kept, logits[index], -torch.inf)
-            return logits
-
-        asked = AskingRows(places[asking], rows[asking], positions[asking], [found[i] for i in asking.tolist()])
-        return with_reports(tokens, asked, scaled.shape[1], logits_of)
 
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]
@@ -313,90 +262,6 @@ class SamplerRows:
     def why_bad(self, row: int) -> str:
         """Explain what was wrong with the logits of a bad row."""
         return self._processed.failure(row) or "the model's logits were not finite for this request"
-
-    def _choose(
-        self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
-        """Return tokens (-1 for a bad row), log-probabilities, and the logits that were drawn from.
-
-        `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
-        other truncations are done there and gone from `values`.
-        """
-        for stage in self._stages:
-            stage.apply(logits, rows, positions)
-        first, bad = self._scale(logits, values["temperature"])
-        typical = np.flatnonzero(values["typical_p"] < 1)
-        drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
-        tokens, logprobs = choose(drawn, first, _choices(values, positions), self._has_kernels)
-        for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
-            row = logits[i].double()
-            logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))
-        for stage in self._stages:
-            stage.chosen(rows, tokens)
-        tokens[bad] = -1
-        return tokens, logprobs, drawn
-
-    def _typical(
-        self,
-        logits: torch.Tensor,
-        first: torch.Tensor,
-        typical: NDArray[np.intp],
-        values: NDArray[np.void],
-        positions: NDArray[np.int64],
-    ) -> torch.Tensor:
-        """Return a copy in which rows `typical` have nothing but what all their truncations keep; `first` is
-        updated."""
-        index = self._on_device(typical)
-        drawn = logits.clone()
-        part = values[typical]
-        part["greedy"] = False  # so that top-k 1 counts as what it is
-        kept = only_kept(logits[index], _choices(part, positions[typical]))
-        drawn[index] = only_typical(kept, part["typical_p"])
-        first[index] = drawn[index].max(dim=-1).indices
-        values["top_k"][typical] = self._vocab_size
-        values["top_p"][typical] = 1.0
-        values["log_min_p"][typical] = -np.inf
-        return drawn
-
-    def _report(
-        self,
-        scaled: torch.Tensor,
-        drawn: torch.Tensor,
-        rows: NDArray[np.int32],
-        values: NDArray[np.void],
-        positions: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-    ) -> LogprobReports | None:
-        """Report the most probable and the named tokens, for rows that want it, by the distribution of the row's
-        mode."""
-        asking = {row for row, wanted in self._wanted.items() if wanted.top or len(wanted.ids)}
-        wanted = [i for i, row in enumerate(rows.tolist()) if row in asking] if asking else []
-        if not wanted:
-            return None
-        builder = ReportBuilder()
-        for i in wanted:
-            part = slice(i, i + 1)
-            logits = scaled[part]
-            if values["logprobs"][i] == LogprobMode.WARPED:
-                logits = only_kept(drawn[part], _choices(values[part], positions[part]))
-            # A bad row has no token; its report is thrown away with it.
-            chosen = np.maximum(tokens[part], 0)
-            builder.add(int(rows[i]), int(positions[i]), logits, chosen, self._wanted[int(rows[i])])
-        return builder.columns()
-
-    def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Shift rows to a largest logit of 0, and divide by the temperature. Returns the first tokens, and which
-        rows are bad."""
-        top, first = logits.max(dim=-1)
-        bad = ~torch.isfinite(top).cpu().numpy()
-        if bad.any():
-            # Zeros keep the rest of the batch free of special cases; the row's token is thrown away.
-            logits[self._on_device(np.flatnonzero(bad))] = 0.0
-            top = torch.where(torch.isfinite(top), top, 0.0)
-        logits.sub_(top[:, None])
-        if (temperature != 1).any():
-            logits.div_(self._on_device(temperature)[:, None])
-        return first, bad
 
     def _gather(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.void]:
         if not len(rows) == len(positions) == logits.shape[0]:
@@ -414,14 +279,6 @@ class SamplerRows:
             raise ValueError(
                 f"rows {rows[outside].tolist()} are outside the table: valid are 0 to {len(self._table) - 1}"
             )
-
-    def _on_device(self, values: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values.copy()).to(self._device)
-
-
-def _choices(values: NDArray[np.void], positions: NDArray[np.int64]) -> Choices:
-    names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
-    return Choices(keys=rng.row_keys(values["seed"], positions), **{name: values[name].copy() for name in names})
 
 
 def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:

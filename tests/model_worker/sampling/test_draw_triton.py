@@ -54,7 +54,7 @@ def test_tokens_equal_the_samplers(width: int, levels: int | None) -> None:
     positions = rng.integers(0, 1 << 20, len(ROWS))
     want = sampler.sample(table.clone(), held, positions)
     assert want.bad is not None
-    sampler._draw_ahead = draw_triton.draw
+    sampler._device_draw.draw_tokens = draw_triton.draw
     got = sampler.sample_ahead(table, held, positions).tokens.numpy()
     np.testing.assert_array_equal(got, np.where(want.bad, -1, want.tokens))
 
