@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_worker.pixels.tiles import tiled
+
 # What a denoiser gets about a description, by the names of its arguments. The first dimension has length 1.
 Conditions = dict[str, Tensor]
-
-# Images with more pixels are decoded in tiles, which bounds the memory of the VAE.
-MOST_PIXELS_AT_ONCE = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,8 @@ class Family(ABC):
         return int(max(steps - min(steps * strength, steps), 0)) if self.flows else steps - int(steps * strength)
 
     def _vae(self, size: Size) -> Any:
-        """Return the VAE, which cuts images of more than MOST_PIXELS_AT_ONCE into tiles, whatever it did before."""
-        vae = self.pipe.vae
-        vae.use_tiling = size.height * size.width > MOST_PIXELS_AT_ONCE
-        return vae
+        """Return the VAE, whose memory is bounded for an image of this size."""
+        return tiled(self.pipe.vae, size.height, size.width)
 
     def _encoded(self, pixels: Tensor, size: Size, generator: torch.Generator) -> Tensor:
         """Return the scaled latents of an image."""
