@@ -47,19 +47,21 @@ class Originals:
     # The loop itself holds tasks weakly.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def size(self, picture: bytes) -> tuple[int, int]:
+    async def size(self, picture: bytes, name: str) -> tuple[int, int]:
         """Width and height of an image, from its header. Raises RequestFailed that names the part."""
-        answer = await self._ask(picture, b"", 0, 0)
+        answer = await self._ask(picture, b"", 0, 0, (name, ""))
         width, height = answer[0]["size"]
         return width, height
 
-    async def read(self, picture: bytes, mask: bytes | None, width: int, height: int) -> Original:
-        """Reads an image and its mask in a size. Raises RequestFailed that names the part."""
-        _, arrays = await self._ask(picture, mask or b"", width, height)
+    async def read(
+        self, picture: bytes, mask: bytes | None, width: int, height: int, names: tuple[str, str]
+    ) -> Original:
+        """Reads an image and its mask in a size. Raises RequestFailed that names the part, by one of `names`."""
+        _, arrays = await self._ask(picture, mask or b"", width, height, names)
         return Original(arrays["picture"], arrays.get("mask"))
 
     async def _ask(
-        self, picture: bytes, mask: bytes, width: int, height: int
+        self, picture: bytes, mask: bytes, width: int, height: int, names: tuple[str, str]
     ) -> tuple[Answer, dict[str, NDArray[np.uint8]]]:
         size = len(picture) + len(mask)
         if self._waiting >= MOST_WAITING or (self._waiting and self._waiting_bytes + size > MOST_WAITING_BYTES):
@@ -67,7 +69,7 @@ class Originals:
             raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
         job = {"picture": picture, "mask": mask, "width": width, "height": height}
         sent = asyncio.Event()
-        task = asyncio.create_task(self._read(job, sent))
+        task = asyncio.create_task(self._read(job, sent, names))
         self._waiting += 1
         self._waiting_bytes += size
         self._tasks.add(task)
@@ -87,7 +89,9 @@ class Originals:
         if not task.cancelled():
             task.exception()  # marks it as retrieved: perhaps no waiter is left
 
-    async def _read(self, job: dict[str, Any], sent: asyncio.Event) -> tuple[Answer, dict[str, NDArray[np.uint8]]]:
+    async def _read(
+        self, job: dict[str, Any], sent: asyncio.Event, fields: tuple[str, str]
+    ) -> tuple[Answer, dict[str, NDArray[np.uint8]]]:
         async with self._slots:
             sent.set()
             for _ in range(_ATTEMPTS):
@@ -95,7 +99,7 @@ class Originals:
                 try:
                     answer = await self.client.ask(job | {"segments": names})
                     if "error" in answer:
-                        part = "mask" if answer.get("index") else "image"
+                        part = fields[1 if answer.get("index") else 0]
                         raise invalid(f"{part}: the image {answer['error']}", part)
                     # What is mapped stays readable when its segment has been removed.
                     return answer, {name: mapped(unpacked(array)) for name, array in answer.get("arrays", {}).items()}

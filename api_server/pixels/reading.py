@@ -57,9 +57,10 @@ def strength_of(files: PixelFiles, wish: Wish, steps: int) -> float:
     """How far images may leave the one that they begin with. Raises RequestFailed when that leaves no step, and for
     what the pipeline does not take."""
     if files.family.original == "none":
-        raise invalid(f"image: {files.kind} begins with noise alone: ask /v1/images/generations", "image")
+        field = wish.picture_field
+        raise invalid(f"{field}: {files.kind} begins with noise alone: ask /v1/images/generations", field)
     if files.family.original == "refers":
-        for name, value in (("mask", wish.mask), ("strength", wish.strength)):
+        for name, value in ((wish.mask_field, wish.mask), ("strength", wish.strength)):
             if value is not None:
                 raise invalid(f"{name}: {files.kind} reads the image as a reference only: leave the field out", name)
         return 1.0

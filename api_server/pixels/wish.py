@@ -25,6 +25,9 @@ class Wish:
     # The file of an image to begin with, and that of its mask.
     picture: bytes | None = None
     mask: bytes | None = None
+    # Where the client wrote these two.
+    picture_field: str = "image"
+    mask_field: str = "mask"
     # The change up to which steps reuse the prediction before; 0: none does.
     step_cache: float = 0.0
     # The name of an adapter, and its strength.

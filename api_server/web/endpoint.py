@@ -73,7 +73,8 @@ class Call:
     # True when the body is small enough to be read on the event loop.
     light: bool = True
     form: BodyForm = COMMON_FORM
-    # The fields of a multipart form, where the route takes one.
+    # True when the body is a multipart form, whose fields are `fields` then.
+    is_form: bool = False
     fields: Form = field(default_factory=Form)
     # The stream that the request begins or takes up, where it can be taken up again.
     stream: StreamName | None = None
@@ -144,8 +145,7 @@ class Call:
         declared = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A form of any page can send a body without a type: no browser has checked that the page may send it.
         may_be_left_out = "origin" not in self.headers
-        is_json = declared == "application/json" or declared.endswith("+json")
-        if is_json or (may_be_left_out and (not declared or self.form.any_media_type)):
+        if _is_json(self.headers) or (may_be_left_out and (not declared or self.form.any_media_type)):
             return
         what = f"Unsupported Media Type: the content type must be application/json, got {declared[:100]!r}"
         raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
@@ -168,6 +168,12 @@ class Call:
         self._schedule(fields)
         self.scope["state"]["resume"] = wanted = Resume.wanted(self.headers, self.request_id)
         resume.current.set(wanted)
+
+
+def _is_json(headers: Headers) -> bool:
+    """Whether a body is declared to be JSON."""
+    declared = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return declared == "application/json" or declared.endswith("+json")
 
 
 def _kind(value: Any) -> str:
@@ -223,12 +229,14 @@ class Document:
     hears: bool = False
     # Most files of a body that is a form although it is not about speech; 0: the body is JSON.
     files: int = 0
+    # The body of a request that is sent as JSON to a route which takes a form, too.
+    json_body: type[BaseModel] | None = None
     # True when text becomes speech, by models that pool or generate.
     speaks: bool = False
 
     @property
     def is_form(self) -> bool:
-        """True when the body is a form."""
+        """True when the body is a form, or may be one."""
         return self.hears or self.files > 0
 
     @property
@@ -278,6 +286,7 @@ class Endpoint:
         self._checks_family = self._family is not None and not (document is not None and document.checks_task)
         self._hears = document is not None and document.hears
         self._is_form = document is not None and document.is_form
+        self._or_json = document is not None and document.json_body is not None
         self._most_files = max(1, document.files) if document is not None else 1
         self._speaks = document is not None and document.speaks
         self.render_error = render_error
@@ -286,7 +295,8 @@ class Endpoint:
         state = scope["state"]
         generates = self.document is not None and self.document.computes
         call = Call(state["server"], scope, b"", state["request_id"], generates=generates, form=self._form)
-        with call.server.bodies.hold(counts_values=not self._is_form) as held:
+        call.is_form = self._is_form and not (self._or_json and _is_json(call.headers))
+        with call.server.bodies.hold(counts_values=not call.is_form) as held:
             await self._answer(call, held, receive, send)
 
     async def _answer(self, call: Call, held: Held, receive: Receive, send: Send) -> None:
@@ -321,19 +331,19 @@ class Endpoint:
         try:
             if self._hears:
                 call.server.that_hears(None)
-            elif call.server.others and not self._is_form:
+            elif call.server.others and not call.is_form:
                 await self._choose_model(call)
             if call.generates:
                 call.scope["state"]["headers"], refusal = call.server.accounts.admit(call.caller, call.stream)
                 if refusal is not None:
                     raise refusal
-            if self._is_form:
+            if call.is_form:
                 # After the limits of keys: parsing takes long.
                 await call.read_form(self._most_files)
                 call.server = self._that_reads(call.server, call.fields.text("model"))
             if self._checks_family:
                 call.server.check_family(bool(self._family))
-            if not call.light and not self._is_form:
+            if not call.light and not call.is_form:
                 await call.apart(lambda: call.parsed)
                 # SchedulingOptions belong to this task, not to the thread in which a handler may have the body read.
                 _ = call.generates and call.json

@@ -143,8 +143,9 @@ def _schemas(dialect: str, operations: Sequence[_Operation]) -> _Schemas:
 
 
 def _models(described: Document) -> Iterator[tuple[Model, JsonSchemaMode]]:
-    if described.body:
-        yield described.body, "validation"
+    for model in (described.body, described.json_body):
+        if model:
+            yield model, "validation"
     for model in (described.answer, described.frame, *described.errors.values()):
         if model:
             yield model, "serialization"
@@ -168,7 +169,10 @@ def _operation(operation: _Operation, schemas: _Schemas) -> dict[str, Any]:
         content: dict[str, Any] = {"schema": schemas.references[source.body, "validation"]}
         if source.example is not None:
             content["examples"] = {source.tag: {"value": source.example}}
-        described["requestBody"] = {"required": True, "content": {FORM if source.is_form else JSON: content}}
+        bodies = {FORM if source.is_form else JSON: content}
+        if source.json_body:
+            bodies[JSON] = {"schema": schemas.references[source.json_body, "validation"]}
+        described["requestBody"] = {"required": True, "content": bodies}
     return described
 
 

@@ -1,4 +1,7 @@
-"""POST /v1/images/edits and /v1/images/variations: images that begin with one that the client sends, in a form."""
+"""POST /v1/images/edits and /v1/images/variations: images that begin with one that the client sends.
+
+It comes as a file of a form, and for edits also in JSON, as a data URI or a URL.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body import unknown_fields
+from api_server.body.unknown_fields import ALWAYS, Refusals
 from api_server.body.validation import Mismatch, parse
+from api_server.chat.images import MOST_BYTES, MOST_BYTES_TOGETHER, Budget, bytes_of, url_source
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.openai.images import (
     MOST_CHARACTERS,
@@ -25,14 +30,16 @@ from api_server.dialects.openai.images import (
     check_body,
     wish_of,
 )
-from api_server.dialects.openai.schema import ErrorAnswer
+from api_server.dialects.openai.schema import Body, ErrorAnswer
 from api_server.errors import invalid
 from api_server.pixels.painting import check
 from api_server.web.endpoint import Call, Document, endpoint
 from api_server.web.form import Form
 
-# OpenAI's bound on images, and a mask. More than one image is refused by its name.
-_MOST_FILES = 17
+# OpenAI's bound on images. More than one is refused by its name.
+_MOST_PICTURES = 16
+# These, and a mask.
+_MOST_FILES = _MOST_PICTURES + 1
 _STRENGTH: Any = Field(
     None, gt=0, le=1, description="How far the image may leave yours: the part of the steps that are taken"
 )
@@ -59,6 +66,19 @@ class EditForm(EditBody):
     )
 
 
+class ImageReference(Body):
+    """An image of a body of JSON."""
+
+    image_url: str = Field(description="A data URI, or a URL of a host in --fetch-hosts")
+
+
+class EditJson(EditBody):
+    images: list[ImageReference] = Field(
+        min_length=1, max_length=_MOST_PICTURES, description="The image: no pipeline here takes more than one"
+    )
+    mask: ImageReference | None = Field(None, description="As in the form")
+
+
 class VariationForm(VariationBody):
     image: bytes = Field(description="The file of the image")
 
@@ -68,6 +88,7 @@ _EDIT = Document(
     "Paint an image anew, or a part of it",
     "openai",
     body=EditForm,
+    json_body=EditJson,
     answer=ImagesAnswer,
     frame=ImageEvent,
     errors=_ERRORS,
@@ -85,6 +106,13 @@ _VARIATION = Document(
     checks_task=True,
     files=_MOST_FILES,
 )
+_REFUSED_IN_FORMS: Refusals = {name: rule for name, rule in REFUSED.items() if name != "image"}
+_FILE_ID = ("the name of a file (send the image itself as image_url)", ALWAYS)
+_REFUSED_IN_JSON: Refusals = _REFUSED_IN_FORMS | {
+    "image": ('this name (send images, a list with one {"image_url": ...})', ALWAYS),
+    "images.file_id": _FILE_ID,
+    "mask.file_id": _FILE_ID,
+}
 
 
 def routes() -> list[Route]:
@@ -96,12 +124,35 @@ def routes() -> list[Route]:
 
 async def edits(call: Call) -> Response:
     check(call.server)
+    if not call.is_form:
+        return await _edits_of_json(call)
     body = _read(call, EditBody)
     picture = _picture(call.fields, {"image", "mask"})
     mask = call.fields.files.get("mask")
     if mask == b"":
         raise invalid("mask has no bytes: send the bytes of an image file, or leave it out", "mask")
     wish = replace(wish_of(body, body.prompt), picture=picture, mask=mask, strength=body.strength)
+    return await answered(call, body, wish, "image_edit")
+
+
+async def _edits_of_json(call: Call) -> Response:
+    """POST /v1/images/edits with a body of JSON."""
+    body = await call.apart(lambda: _checked(call, EditJson, call.json, _REFUSED_IN_JSON))
+    if len(body.images) > 1:
+        raise invalid(
+            f"images has {len(body.images)} images, and the pipelines of this server take one: leave the others out",
+            "images",
+        )
+    fields = ("images[0].image_url", "mask.image_url")
+    given = [body.images[0], *([] if body.mask is None else [body.mask])]
+    sources = [url_source(each.image_url, field) for each, field in zip(given, fields, strict=False)]
+    files = await bytes_of(call.server, sources, Budget("image", MOST_BYTES, MOST_BYTES_TOGETHER, "images"))
+    for file, field in zip(files, fields, strict=False):
+        if not file:
+            raise invalid(f"{field} has no bytes: send those of an image file", field)
+    picture, mask = files[0], files[1] if len(files) > 1 else None
+    wish = replace(wish_of(body, body.prompt), picture=picture, mask=mask, strength=body.strength)
+    wish = replace(wish, picture_field=fields[0], mask_field=fields[1])
     return await answered(call, body, wish, "image_edit")
 
 
@@ -130,7 +181,11 @@ def _picture(form: Form, known: set[str]) -> bytes:
 def _read(call: Call, model: type[F]) -> F:
     """The texts of the form as a body. Raises RequestFailed."""
     fields = {name: _value(call.fields.text(name), model.model_fields.get(name)) for name in call.fields.texts}
-    refused = {name: rule for name, rule in REFUSED.items() if name != "image"}
+    return _checked(call, model, fields, _REFUSED_IN_FORMS)
+
+
+def _checked(call: Call, model: type[F], fields: dict[str, Any], refused: Refusals) -> F:
+    """The fields as a body. Raises RequestFailed."""
     unknown_fields.check(fields, model, refused)
     try:
         body = parse(model, fields)

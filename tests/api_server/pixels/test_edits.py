@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -167,8 +168,60 @@ def test_texts_that_cannot_be_used_are_refused_by_their_field(painting: Painting
         answer = send(painting, image, texts=texts)
         assert words in error_of(answer, 404 if "model" in texts else 400)
     assert "stream is not possible" in error_of(send(painting, image, VARIATIONS, {"stream": "true"}))
-    refused = httpx.post(painting.url + EDITS, json={"prompt": "a train"}, timeout=90)
+    refused = httpx.post(painting.url + VARIATIONS, json={"prompt": "a train"}, timeout=90)
     assert "must be multipart/form-data" in error_of(refused, 415)
+    refused = httpx.post(painting.url + EDITS, content=b"a train", headers={"content-type": "text/plain"}, timeout=90)
+    assert "must be multipart/form-data" in error_of(refused, 415)
+
+
+def reference(data: bytes) -> dict[str, str]:
+    return {"image_url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}
+
+
+def test_an_edit_may_be_json(painting: PaintingServer, originals: list[NDArray[np.uint8] | None]) -> None:
+    given = picture(48, 32)
+    mask = np.zeros((32, 48), np.uint8)
+    mask[:, :12] = 255
+    body = {"prompt": "7", "images": [reference(png(given))], "mask": reference(png(mask)), "strength": 0.5, "seed": 3}
+    more = {"num_inference_steps": 4, "n": 2, "size": "48x32", "model": "tiny-painter", "input_fidelity": "low"}
+    answer = httpx.post(painting.url + EDITS, json=body | more, timeout=90)
+    assert [image["seed"] for image in answer.json()["data"]] == [3, 4]
+    np.testing.assert_array_equal(originals[0], given.reshape(32, -1))
+    np.testing.assert_array_equal(originals[1], mask)
+    (context,) = painting.double.contexts
+    assert (context.prompt, context.strength, context.steps_taken) == ("7", 0.5, 2)
+    # The form of the same edit makes the same context.
+    assert send(painting, {"image": png(given)}, texts={"strength": "0.5", "size": "48x32"}).status_code == 200
+    np.testing.assert_array_equal(originals[2], originals[0])
+    streamed = httpx.post(painting.url + EDITS, json=body | {"stream": True, "partial_images": 1}, timeout=90)
+    assert streamed.text.count("event: image_edit.") == 2
+
+
+def test_json_that_cannot_be_used_is_refused_by_its_field(painting: PaintingServer) -> None:
+    good = reference(png(picture()))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({}, "images: missing field"),
+        ({"images": []}, "images: List should have at least 1 item"),
+        ({"images": good}, "images: Input should be a valid list"),
+        ({"images": [good, good]}, "images has 2 images, and the pipelines of this server take one: leave the others"),
+        ({"images": [good] * 17}, "images: 17 entries were given; at most 16 are possible"),
+        ({"images": [{"file_id": "file-1"}]}, "images[0].file_id: the name of a file (send the image itself as image_"),
+        ({"images": [{}]}, "images[0].image_url: missing field"),
+        ({"images": [{"image_url": "train.png"}]}, "images[0].image_url must be an http or https URL or a data URI"),
+        ({"images": [{"image_url": "https://a/b.png"}]}, "images[0].image_url: this server fetches no URLs"),
+        ({"images": [{"image_url": "data:image/png;base64,%"}]}, "images[0].image_url is not valid base64"),
+        ({"images": [reference(b"")]}, "images[0].image_url has no bytes"),
+        ({"images": [reference(b"no image")]}, "images[0].image_url: the image is no image that can be read here"),
+        ({"images": [good], "mask": reference(png(picture(48, 32)))}, "mask.image_url: the image has 48 x 32 pixels"),
+        ({"images": [good], "mask": {"file_id": "file-1"}}, "mask.file_id: the name of a file"),
+        ({"image": "data:", "images": [good]}, "image: this name (send images, a list with one"),
+        ({"images": [good], "prompt": ""}, "prompt: String should have at least 1 character"),
+    ]
+    for more, words in wrong:
+        refused = httpx.post(painting.url + EDITS, json={"prompt": "a train"} | more, timeout=90)
+        assert words in error_of(refused)
+    assert not painting.double.submits
+    assert httpx.post(painting.url + EDITS, json={"prompt": "a", "images": [good]}, timeout=90).status_code == 200
 
 
 def test_an_edited_image_may_have_a_url(painting: PaintingServer, tmp_path: Path) -> None:
