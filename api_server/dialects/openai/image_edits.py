@@ -108,7 +108,8 @@ _VARIATION = Document(
 )
 _REFUSED_IN_FORMS: Refusals = {name: rule for name, rule in REFUSED.items() if name != "image"}
 _FILE_ID = ("the name of a file (send the image itself as image_url)", ALWAYS)
-_REFUSED_IN_JSON: Refusals = _REFUSED_IN_FORMS | {
+_REFUSED_IN_JSON: Refusals = {
+    **_REFUSED_IN_FORMS,
     "image": ('this name (send images, a list with one {"image_url": ...})', ALWAYS),
     "images.file_id": _FILE_ID,
     "mask.file_id": _FILE_ID,
