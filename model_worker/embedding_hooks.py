@@ -22,19 +22,21 @@ def given_embeddings(embedding: nn.Module, batch: ForwardBatch) -> Iterator[None
     if batch.embeddings is None:
         yield
         return
-    places, vectors = batch.embeddings
-
-    def replace(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
-        width = output.shape[-1]
-        changed = output.clone()
-        changed.view(-1, width)[places] = vectors[:, :width].to(output.dtype)
-        return changed
-
-    handle = embedding.register_forward_hook(replace)
+    handle = embedding.register_forward_hook(lambda _module, _arguments, output: with_given(output, batch))
     try:
         yield
     finally:
         handle.remove()
+
+
+def with_given(embeddings: Tensor, batch: ForwardBatch) -> Tensor:
+    """Return a copy of tokens' embeddings [.., T, hidden] with the batch's own vectors where it has some."""
+    changed = embeddings.clone()
+    if batch.embeddings is not None:
+        places, vectors = batch.embeddings
+        width = changed.shape[-1]
+        changed.view(-1, width)[places] = vectors[:, :width].to(changed.dtype)
+    return changed
 
 
 def added_behind_layers(batch: ForwardBatch, levels: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Knows which ways to run a model there are. Does not know where weights come from
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,9 @@ from transformers import PreTrainedModel
 
 from model_worker.cpu import kernel_cache
 from model_worker.cpu.fused.stack import fused_stack
-from model_worker.cpu.gemm.encoded_linear import EncodedLinear, decode_linears
+from model_worker.cpu.gemm.coded_linear import CodedLinear
+from model_worker.cpu.gemm.embedding import CodedEmbedding, EncodedEmbedding, decode_all
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import keeps_codes, pack_linears, quantize_linears
 from model_worker.cpu.gemm.panel_linear import PanelLinear
@@ -68,7 +71,7 @@ def prepare(
             packed.extend(pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized))
 
     # Passes with encoded weights would decode them again and again. Packing verifies each layer by itself.
-    if not waits and any(isinstance(module, EncodedLinear) for module in model.modules()):
+    if not waits and _encoded(model):
         pack()
     try:
         with torch.inference_mode():
@@ -164,7 +167,9 @@ def _replace_modules(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.
 def _not_finite(model: PreTrainedModel) -> str:
     """Name the first weight that has values which are not finite; empty if there is none."""
     encoded = (
-        (f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, EncodedLinear)
+        (f"{name}.weight", module)
+        for name, module in model.named_modules()
+        if isinstance(module, EncodedLinear | EncodedEmbedding | CodedLinear | CodedEmbedding)
     )
     for name, owner in (*((name, None) for name, _ in model.named_parameters()), *encoded):
         weight = model.get_parameter(name) if owner is None else owner.weight
@@ -179,13 +184,19 @@ def _not_finite(model: PreTrainedModel) -> str:
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:
     """Count the parameters, and their bytes; encoded ones as they are computed with."""
     parameters = list(model.parameters())
-    encoded = [module for module in model.modules() if isinstance(module, EncodedLinear)]
-    counts = [linear.out_features * linear.in_features for linear in encoded]
-    sizes = [count * linear.dtype.itemsize for count, linear in zip(counts, encoded, strict=True)]
+    # A table may be the weight of the head, too.
+    encoded = {module.source: module.dtype for module in _encoded(model)}
+    counts = [math.prod(weight.shape) for weight in encoded]
+    sizes = [count * dtype.itemsize for count, dtype in zip(counts, encoded.values(), strict=True)]
     return (
         sum(parameter.numel() for parameter in parameters) + sum(counts),
         sum(parameter.nbytes for parameter in parameters) + sum(sizes),
     )
+
+
+def _encoded(model: PreTrainedModel) -> list[EncodedLinear | EncodedEmbedding]:
+    """List the modules whose weights are encoded."""
+    return [module for module in model.modules() if isinstance(module, EncodedLinear | EncodedEmbedding)]
 
 
 @contextmanager
@@ -201,7 +212,7 @@ def _decoding(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_broken(module: nn.Module) -> bool:
-    if not isinstance(module, EncodedLinear):
+    if not isinstance(module, EncodedLinear | EncodedEmbedding):
         return False
     try:
         module.source.decoded(module.dtype)
@@ -212,11 +223,11 @@ def _is_broken(module: nn.Module) -> bool:
 
 def _decode(model: PreTrainedModel) -> None:
     """Make plain weights of encoded ones, for the time until kernels are compiled."""
-    if any(isinstance(module, EncodedLinear) for module in model.modules()):
+    if _encoded(model):
         said = "%s: its weights are decoded to %s in memory, since kernels are still to be compiled"
         log.info(said, type(model).__name__, model.dtype)
         with _decoding(model):
-            decode_linears(model)
+            decode_all(model)
 
 
 def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Quantized]:

@@ -1,7 +1,8 @@
 """Makes the model of a config with the weights of a checkpoint, plain or quantized.
 
-Quantized weights of linear layers stay encoded where they will be packed (encoded_linear.py); others are decoded into
-plain tensors. Knows how transformers names weights. Does not know any format.
+Quantized weights of linear layers, and tables of embeddings, stay encoded where they will be packed
+(encoded_linear.py, embedding.py); others are decoded into plain tensors. Knows how transformers names weights. Does not
+know any format.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import logging as transformers_logging
 
 from model_worker.attention import PAGED_ATTENTION
-from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
+from model_worker.cpu.gemm.embedding import has_table, keep_encoded
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.hearing.encoder import hears
 from model_worker.loading.overlays import overlaid
@@ -193,8 +195,9 @@ def load_quantized(
         if module and weights.encoded[key].experts:
             keep_experts(model, module, weights.encoded[key], kind)
         elif module:
-            linear = model.get_submodule(module)
-            model.set_submodule(module, EncodedLinear(weights.encoded[key], linear.bias, kind))
+            keep_encoded(model, module, weights.encoded[key], kind)
+            if (head := names.head_of(module)) is not None:
+                keep_encoded(model, head, weights.encoded[key], kind)
     if not weights.encoded:
         if not scheme.method:
             return _typed(model)
@@ -241,7 +244,7 @@ class WeightNames:
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._state = self.model.state_dict()
-        self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        self._tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
 
     def find(self, key: str) -> tuple[str, bool]:
         """Return the weight's name in the model, and whether it is stored there as it is."""
@@ -260,7 +263,8 @@ class WeightNames:
         return name in self._state or not plain or name.endswith(".rotary_emb.inv_freq")
 
     def place_of(self, key: str, weight: EncodedWeight) -> str:
-        """Return the name of the plain linear layer whose weight this is, or of the tensor, if it has that of experts.
+        """Return the name of the plain linear layer or the embedding whose weight this is, or of the tensor, if it has
+        that of experts.
 
         Empty if there is none.
         """
@@ -270,8 +274,15 @@ class WeightNames:
             return name if plain and name in self._state and tuple(self._state[name].shape) == weight.shape else ""
         if not plain or last != "weight" or name not in self._state or name in self._tied:
             return ""
-        is_linear = type(self.model.get_submodule(module)) is nn.Linear
-        return module if is_linear and tuple(self._state[name].shape) == weight.shape else ""
+        owner = self.model.get_submodule(module)
+        stays = type(owner) is nn.Linear or has_table(owner)
+        return module if stays and tuple(self._state[name].shape) == weight.shape else ""
+
+    def head_of(self, module: str) -> str | None:
+        """Return the name of the linear layer that has the weight of this module, too."""
+        tied = (name for name, source in self._tied.items() if source == f"{module}.weight")
+        heads = (name.removesuffix(".weight") for name in tied)
+        return next((head for head in heads if type(self.model.get_submodule(head)) is nn.Linear), None)
 
 
 def _check_unplaced(names: WeightNames, weights: Weights, architecture: str) -> None:

@@ -24,6 +24,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from model_worker.cpu.fused.layer import Weights
 from model_worker.cpu.gemm.coded_linear import CodedLinear
+from model_worker.cpu.gemm.embedding import CodedEmbedding
 from model_worker.cpu.gemm.packed_linear import Packed
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import LANES
@@ -168,6 +169,13 @@ class DecoderWeights:
             return None
         weight = module.weight.detach()
         return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
+
+    def embedding_panels(self) -> CodedLinear | None:
+        """Return the layer in whose panels of codes the embedding finds its rows, if it gives them as they are."""
+        module = self.embedding
+        if not isinstance(module, CodedEmbedding) or module.is_scaled or module.linear.order is not None:
+            return None
+        return module.linear
 
     @property
     def linears(self) -> list[Packed]:

@@ -42,6 +42,7 @@ from model_worker.cpu.fused.layer import (
     normalise,
     pieces_in,
 )
+from model_worker.cpu.gemm.coded_rows import fill_row
 from model_worker.cpu.gemm.low_rank import LowRank, add_embedding, fill_ranks
 from model_worker.cpu.gemm.products import HEAD_PANELS, argmax_product
 from model_worker.cpu.gemm.screened_head import choose, screen
@@ -78,7 +79,8 @@ class Inputs(NamedTuple):
     tokens: NDArray[np.int64]  # [T]
     rows: NDArray[np.int64]  # [T]: whose last token stands for this one; -1: none
     last_tokens: NDArray[np.int64]  # [rows]
-    table: NDArray[Any]  # [vocabulary, hidden]: embeddings; or nothing if x holds those of the tokens already
+    table: NDArray[Any]  # [vocabulary, hidden]: embeddings; or nothing if they are in panels or in x already
+    panels: int  # the address of panels of codes that hold the table; 0: none
 
 
 class Outputs(NamedTuple):
@@ -144,6 +146,8 @@ def _embed(number: int, work: Any, own: Any) -> None:
         vector = inputs.table[token]
         for c in range(len(to)):
             to[c] = widened(vector[c])
+    elif inputs.panels:
+        fill_row(inputs.panels, token, to)
     if len(adapters.embedding_slots) and adapters.embedding_slots[number] >= 0:
         slot = adapters.embedding_slots[number]
         add_embedding(slot, adapters.embeddings, adapters.like, token, to, own.tile, own.other)

@@ -50,6 +50,7 @@ from model_worker.cpu.simd.kv_codes import FP8, IN_WORDS, INT8
 from model_worker.cpu.simd.softmax import LOG2_E
 from model_worker.cpu.threads import Job, thread_pool
 from model_worker.cpu.tuning import EVERYTHING, Tuning
+from model_worker.embedding_hooks import with_given
 from model_worker.kv_cache import KVCache, memory_of
 from shared.resources import free_memory
 
@@ -123,13 +124,14 @@ class FusedStack:
         # The modules own the memory that the addresses in `weights` point to.
         self._embedding = decoder.embedding
         self._table = decoder.embedding_table()
+        self._coded_table = decoder.embedding_panels()
         self._modules = decoder
         self._vocab_size = loaded.vocab_size
         self._order = decoder.order
         self._layout = loaded.attention.layout.layers[0]
         self._q_heads = decoder.q_heads
         self._cores = torch.get_num_threads()
-        able = self._cores > 1 and self._table is not None
+        able = self._cores > 1 and (self._table is not None or self._coded_table is not None)
         self._overlaps = tuning.overlap and able and decoder.weight_bytes >= WORTH_OVERLAPPING
         params = [loaded.attention.params[layer] for layer in decoder.order]
         self._scales = np.array([layer.scale * LOG2_E for layer in params], np.float32)
@@ -193,6 +195,7 @@ class FusedStack:
         self._may_use_bf12 = False
         self.wait_for_copies()
         self._table = None
+        self._coded_table = None
         self._screen = None
         self._bf12 = None
 
@@ -319,11 +322,18 @@ class FusedStack:
     def _embedded(self, batch: ForwardBatch, deferred: DeferredTokens) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
         tokens = batch.tokens.numpy()
-        if self._table is not None and batch.embeddings is None:
+        table = np.empty((0, 0), self._element) if self._table is None else self._table
+        coded = self._coded_table
+        if batch.embeddings is None and (len(table) or coded is not None):
             x = np.empty((len(tokens), len(self._weights.final_norm)), np.float32)
-            return Inputs(tokens, deferred.unread, deferred.last_tokens, self._table), x
-        x = self._embedding(batch.tokens).to(torch.float32).numpy()
-        return Inputs(tokens, deferred.unread, deferred.last_tokens, np.empty((0, 0), self._element)), x
+            panels = 0 if coded is None else coded.panels.ctypes.data
+            return Inputs(tokens, deferred.unread, deferred.last_tokens, table, panels), x
+        if coded is None:
+            x = self._embedding(batch.tokens).to(torch.float32).numpy()
+        else:
+            # Exact, as a token has it that comes without vectors beside.
+            x = with_given(coded.rows(batch.tokens), batch).numpy()
+        return Inputs(tokens, deferred.unread, deferred.last_tokens, table[:0], 0), x
 
     def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
         if cache not in self._caches:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from model_worker.cpu.gemm.coded_format import HEADER_BYTES, WORD_BITS, CodedFormat, coded_format
@@ -23,7 +23,7 @@ from model_worker.cpu.gemm.weight_format import HALVES, LANE_BYTES, PANEL
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from shared.weight_codes import Codes
 
-__all__ = ["CodedEmbedding", "CodedLinear", "Read", "UnsupportedCodes"]
+__all__ = ["CodedLinear", "Read", "UnsupportedCodes"]
 
 # Gives the codes of outputs from the first number up to the second.
 Read = Callable[[int, int], Codes]
@@ -125,25 +125,3 @@ class WordLinear(CodedLinear):
 def can_be_words(weight: Tensor) -> bool:
     """Whether a weight fits panels of bfloat16 beside those of codes, exactly."""
     return weight.shape[1] % GROUP_INPUTS == 0 and bool((weight == weight.bfloat16()).all())
-
-
-class CodedEmbedding(nn.Module):
-    """An embedding whose table is the weight of a layer in codes, so that a tied one is there once."""
-
-    def __init__(self, linear: CodedLinear) -> None:
-        super().__init__()
-        # Not a child: it is one of whatever module it is the head of.
-        self._linear = [linear]
-        self.num_embeddings = linear.out_features
-        self.embedding_dim = linear.in_features
-
-    @property
-    def linear(self) -> CodedLinear:
-        return self._linear[0]
-
-    @property
-    def weight(self) -> Tensor:
-        return self.linear.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.linear.rows(tokens).to(self.linear.dtype)

@@ -99,17 +99,9 @@ class EncodedLinear(nn.Module):
             out[..., first:last] = functional.linear(x, self.source.rows(first, last).to(self.dtype), bias)
         return out
 
-    def plain(self) -> nn.Linear:
+    def plain(self, weight: nn.Parameter) -> nn.Linear:
         """Return a plain layer with the decoded weight."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        linear.weight = weight
         linear.bias = self.bias  # type: ignore[assignment]
         return linear
-
-
-def decode_linears(model: nn.Module) -> None:
-    """Make plain layers of all encoded ones: a model that runs before it is packed needs no decoding then."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, EncodedLinear):
-                setattr(parent, name, child.plain())

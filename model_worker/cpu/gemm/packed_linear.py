@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model_worker.cpu.gemm.coded_linear import CodedLinear, UnsupportedCodes, WordLinear, can_be_words
+from model_worker.cpu.gemm.embedding import pack_tables, tables_of
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, QuantizedWeight
 from model_worker.cpu.gemm.int8_linear import Int8Linear, Quantized, quantize
 from model_worker.cpu.gemm.panel_linear import PanelLinear
@@ -143,10 +144,12 @@ def pack_linears(
     Encoded weights whose codes panels hold keep them, where the model computes in bfloat16. In a model with weights in
     codes the others get panels like theirs, so that one format has them all.
     Those that `quantize_linears` has quantized become int8 ones, and leave `quantized`, so that no weight is kept
-    twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy. An encoded
-    one is decoded for that, one at a time.
+    twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy, unless this
+    is in panels of codes. An encoded one is decoded for that, one at a time.
     """
-    if not quantized:
+    tables = tables_of(model)
+    in_codes = not quantized
+    if in_codes:
         _keep_codes(model, progress)
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linears = [(parent, name, child) for parent, name, child in found if _can_be_packed(child)]
@@ -154,7 +157,7 @@ def pack_linears(
     swapped: dict[nn.Module, nn.Module | None] = {}
     for done, (parent, name, linear) in enumerate(linears, start=1):
         if linear not in swapped:
-            plain = linear.plain() if isinstance(linear, EncodedLinear) else linear
+            plain = _plain(linear) if isinstance(linear, EncodedLinear) else linear
             proven = _proven(plain, None if quantized is None else quantized.pop(linear, None), bool(coded))
             swapped[linear] = plain if proven is None and plain is not linear else proven
             if isinstance(linear, EncodedLinear):
@@ -165,11 +168,16 @@ def pack_linears(
             setattr(parent, name, packed)
         if progress is not None:
             progress(done, len(linears))
-    packed_ones = [*coded, *(packed for packed in swapped.values() if isinstance(packed, Packed))]
+    packed_ones: list[Packed] = [*coded, *(packed for packed in swapped.values() if isinstance(packed, Packed))]
+    packed_ones = list(dict.fromkeys([*packed_ones, *pack_tables(tables, in_codes)]))
     panels = [packed.panels for packed in packed_ones]
     # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
     Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
     return packed_ones
+
+
+def _plain(linear: EncodedLinear) -> nn.Linear:
+    return linear.plain(nn.Parameter(linear.weight, requires_grad=False))
 
 
 def keeps_codes(model: nn.Module) -> bool:

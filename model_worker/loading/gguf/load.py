@@ -1,7 +1,7 @@
 """Makes transformers' model of a GGUF file: the config from its metadata, the weights tensor by tensor.
 
-Weights of linear layers stay in the file's blocks where panels will be made of them (encoded_linear.py); others are
-decoded into plain tensors.
+Weights of linear layers, and tables of embeddings, stay in the file's blocks where panels will be made of them
+(encoded_linear.py, embedding.py); others are decoded into plain tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from model_worker.attention import PAGED_ATTENTION
+from model_worker.cpu.gemm.embedding import has_table, keep_encoded
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.loading.gguf.names import NO_WEIGHTS, ROTARY_FACTORS, source_of
@@ -58,7 +59,7 @@ def load_gguf(
     encoded = {
         name: weight
         for name, weight in weights.items()
-        if lazily and isinstance(weight, GgufWeight) and _is_linear(skeleton, name)
+        if lazily and isinstance(weight, GgufWeight) and _may_stay(skeleton, name)
     }
     experts = {
         name: weight
@@ -87,12 +88,11 @@ def load_gguf(
         raise ModelRefused(architecture, f"{file.path}: {first_line(error)}") from error
     check_loaded(architecture, info)
     for name, weight in encoded.items():
-        module = name.removesuffix(".weight")
-        model.set_submodule(module, EncodedLinear(weight, model.get_submodule(module).bias, kind))
+        keep_encoded(model, name.removesuffix(".weight"), weight, kind)
     for name, of_experts in experts.items():
         keep_experts(model, name, of_experts, kind)
-    if lazily and config.tie_word_embeddings and isinstance(embedding := weights[_EMBEDDING], GgufWeight):
-        model.set_submodule(_HEAD, EncodedLinear(embedding, None, kind))
+    if config.tie_word_embeddings and _EMBEDDING in encoded:
+        model.set_submodule(_HEAD, EncodedLinear(encoded[_EMBEDDING], None, kind))
     _scale_rotation(file, model)
     _say(file, architecture, kind, lazily)
     loaded: PreTrainedModel = model
@@ -149,9 +149,11 @@ def _weights(file: GgufFile, skeleton: PreTrainedModel) -> dict[str, EncodedWeig
     return found
 
 
-def _is_linear(skeleton: PreTrainedModel, name: str) -> bool:
-    module, _, last = name.rpartition(".")
-    return last == "weight" and type(skeleton.get_submodule(module)) is nn.Linear
+def _may_stay(skeleton: PreTrainedModel, name: str) -> bool:
+    """Whether a weight may stay encoded: that of a linear layer, or the table of an embedding."""
+    path, _, last = name.rpartition(".")
+    module = skeleton.get_submodule(path)
+    return last == "weight" and (type(module) is nn.Linear or has_table(module))
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str, device: torch.device) -> torch.dtype:

@@ -14,7 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from interfaces import SamplingParams
 from interfaces.request.sampling import LogprobMode
-from model_worker.cpu.gemm.coded_linear import CodedEmbedding, WordLinear
+from model_worker.cpu.gemm.coded_linear import WordLinear
+from model_worker.cpu.gemm.embedding import CodedEmbedding
 from model_worker.loading.prepare import prepare
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
@@ -111,7 +112,7 @@ def test_the_stack_gives_the_logits_of_the_dequantised_model(dtype: torch.dtype,
 def test_an_embedding_may_be_the_head_in_codes() -> None:
     model = tiny()
     swap(model, torch.float32, "Q8_0")
-    model.model.embed_tokens = CodedEmbedding(model.lm_head)
+    model.model.embed_tokens = CodedEmbedding(model.lm_head, model.model.embed_tokens)
     reference = exact(model)
     loaded = prepare(model, torch.device("cpu"), "none", lambda *_: None)
     assert loaded.stack is not None

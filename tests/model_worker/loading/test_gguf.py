@@ -12,12 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from model_worker.cpu.gemm.coded_linear import CodedLinear
+from model_worker.cpu.gemm.embedding import CodedEmbedding
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
+from model_worker.runner import ModelRunner
 from shared.gguf.format import TYPES, GgufError
 from tests.gguf_models import random_model, write_model
+from tests.model_worker.cpu.test_fused_stack import batches, relative, truth
+from tests.model_worker.cpu.test_fused_stack import logits as stack_logits
 
 VOCAB = 270
 SIZE: dict[str, Any] = {
@@ -152,7 +156,7 @@ def test_panels_are_made_of_blocks(tmp_path: Path) -> None:
     for name, module in packed.items():
         assert torch.equal(module.weight, meant[name].weight)
     torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-3, atol=1e-3)
-    assert loaded.parameter_count == sum(p.numel() for p in reference.parameters()) + reference.lm_head.weight.numel()
+    assert loaded.parameter_count == sum(p.numel() for p in reference.parameters())
 
 
 # The stack of weights in codes is compiled.
@@ -171,6 +175,43 @@ def test_matrices_keep_their_codes(tmp_path: Path, kind: str) -> None:
     for name, module in coded.items():
         weight = meant[name].weight
         torch.testing.assert_close(module.rows(torch.arange(len(weight))), weight, rtol=1e-6, atol=1e-7)
+    error = logits(loaded.model).float() - logits(reference)
+    assert error.norm() < 0.05 * logits(reference).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_keeps_its_codes(tmp_path: Path, tied: bool) -> None:
+    """Rows are decoded as they are looked up; a tied head and the table are the same panels."""
+    path = tmp_path / "model.gguf"
+    reference = written(path, "qwen2", "Q5_0", tie_word_embeddings=tied, hidden_size=256, num_attention_heads=4)
+    loaded = load(path, "bfloat16", kernels=True)
+    embedding = loaded.embedding
+    assert loaded.stack is not None
+    assert loaded.row_invariant
+    assert isinstance(embedding, CodedEmbedding)
+    assert (embedding.linear is loaded.model.lm_head) == tied
+    meant = reference.get_input_embeddings().weight
+    torch.testing.assert_close(embedding.weight, meant, rtol=1e-6, atol=1e-7)
+    assert loaded.parameter_count == sum(p.numel() for p in reference.parameters())
+    # No parameter is left but norms and biases.
+    assert max(p.numel() for p in loaded.model.parameters()) <= 256
+    error = logits(loaded.model).float() - logits(reference)
+    assert error.norm() < 0.05 * logits(reference).norm()
+    steps = batches(np.random.default_rng(), 16, 32)
+    assert relative(stack_logits(ModelRunner(loaded, 32, 16), steps), truth(reference, steps)) < 0.02
+
+
+def test_a_table_may_be_scaled_and_decoded_by_rows(tmp_path: Path) -> None:
+    """Gemma 3 multiplies embeddings. Its table is in codes without a fused stack."""
+    path = tmp_path / "model.gguf"
+    reference = written(path, "gemma3_text", "Q8_0")
+    loaded = load(path, "bfloat16", kernels=True)
+    assert isinstance(loaded.embedding, CodedEmbedding)
+    torch.testing.assert_close(
+        loaded.embedding(TOKENS).float(), reference.get_input_embeddings()(TOKENS), rtol=0.01, atol=0.01
+    )
     error = logits(loaded.model).float() - logits(reference)
     assert error.norm() < 0.05 * logits(reference).norm()
 
