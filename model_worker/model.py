@@ -80,6 +80,15 @@ class CompiledStack(Protocol):
         """Launch a pass. Returns what waits for its tokens."""
 
 
+class Layers(Protocol):
+    """A decoder's layers in few launches on a GPU, between the model's own embedding and head."""
+
+    def logits(
+        self, batch: ForwardBatch, cache: KVCache, attend: Callable[..., Tensor], params: Sequence[AttentionParams]
+    ) -> Tensor:
+        """Return the logits of the tokens that the batch wants, which name no adapters and see no later tokens."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model that has passed its self-check, and the facts about it that others need."""
@@ -95,6 +104,7 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
+    layers: Layers | None = None  # the same layers in few launches, for GPUs
     kernel_family: str = "decoder"  # of the kernels that a CPU runs it with, as kernel_cache has them
     has_kernels: bool = True  # False while they are being compiled: a call would compile them here
     attention_name: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it

@@ -59,7 +59,9 @@ class ModelRunner:
         codes = f", K and V in {str(kept.dtype).removeprefix('torch.')}" if kept.in_codes else ""
         if isinstance(self.backend, FusedBackend):
             return f"fused stack{codes}"
-        return f"transformers' modules, {self.attention_name} attention{codes}"
+        fuses = isinstance(self.backend, ModulesBackend) and self.backend.fuses
+        layers = "fused layers" if fuses else "transformers' modules"
+        return f"{layers}, {self.attention_name} attention{codes}"
 
     @property
     def token_capacity(self) -> int:

@@ -1,7 +1,7 @@
 """Transformers' own modules, whose attention reads the paged KV cache, and their decode steps as recorded graphs.
 
-Adapters are hooks on them. Knows how to call a model of transformers so that its attention finds our cache. Does not
-know requests, rows or sampling.
+Where a GPU has the layers in few launches, these compute what they take. Adapters are hooks on the modules. Knows how
+to call a model of transformers so that its attention finds our cache. Does not know requests, rows or sampling.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class ModulesBackend(Backend):
         if cache.layout.in_codes:
             self._paged = CodedCache(cache)
             self._attend = self._attend_later = coded_attend
+        # They write K and V by themselves, as these kernels read them.
+        self._layers = loaded.layers if attend in RECORDABLE else None
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
@@ -79,6 +81,11 @@ class ModulesBackend(Backend):
             self._graphs = self._mixed = None
             reason = str(error).partition("\n")[0]
             log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers are computed in few launches, where a pass has no adapters and no later tokens are seen."""
+        return self._layers is not None
 
     @property
     def records(self) -> bool:
@@ -129,6 +136,8 @@ class ModulesBackend(Backend):
         attention = self._loaded.attention
         attend = self._attend if batch.seen is None else self._attend_later
         levels = levels_of(batch, self._loaded.hidden_size)
+        if self._layers is not None and batch.adapters is None and batch.seen is None and not levels:
+            return self._layers.logits(batch, self._cache, attend, attention.params)
         added = added_behind_layers(batch, levels) if levels else {}
         paged = PagedForward(batch, self._paged, attend, attention.layer_of, attention.params)
         with paged_forward(paged), self._adapters.rows(batch):

@@ -25,6 +25,7 @@ from model_worker.cpu.gemm.packed_linear import keeps_codes, pack_linears, quant
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.loading import verify
 from model_worker.loading.gpu_attention import choose_attention
+from model_worker.loading.gpu_layers import fuse_layers
 from model_worker.loading.gpu_modules import ReplacedModules
 from model_worker.loading.probe import probe_attention
 from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
@@ -107,7 +108,7 @@ def prepare(
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded) if fuses else None)
     if device.type == "cuda":
         _replace_modules(loaded, tokens, expected)
-        return choose_attention(loaded, tokens, expected)
+        return fuse_layers(choose_attention(loaded, tokens, expected), tokens, expected)
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
             invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)

@@ -27,9 +27,9 @@ from transformers import (
 
 from model_worker.cpu.encoder.joined import separate_joined
 from model_worker.cpu.encoder.pattern import OWN_SCALES
-from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, PackedLinear, pack_linears, quantize_linears
 from model_worker.cpu.gemm.weight_format import PANEL
+from model_worker.decoder_form import UnsupportedPattern
 from model_worker.loading.checkpoint import (
     check_device,
     check_quantization,

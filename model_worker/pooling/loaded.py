@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from model_worker.cpu.encoder.pattern import require_form
-from model_worker.cpu.fused.pattern import UnsupportedPattern
+from model_worker.decoder_form import UnsupportedPattern
 from shared.pooling_files import PoolingFiles
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
 from model_worker.cpu.encoder.joined import JoinedLinear
-from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.simd.activations import GELU, GELU_TANH, SILU
+from model_worker.decoder_form import UnsupportedPattern
 
 # Ends of the names of linear modules that may have scales of their inputs for themselves: see pooling/smoothing.py.
 OWN_SCALES = ("value", "v_lin", "v_proj", "v")

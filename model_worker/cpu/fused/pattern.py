@@ -1,26 +1,17 @@
-"""Recognises models made of norm, attention, norm and gated MLP (llama, mistral, qwen2, qwen3, phi3...), by structure.
+"""The weights of a decoder of Llama's form (decoder_form.py), as the fused stack reads them in packed modules.
 
-Knows the modules of such a model, and the names in their forward passes, which is how a multiplier or a rotation that
-is left out in some layers would show. Does not know names of models, nor how the weights are run.
+Knows the forms and widths of weights that the kernels take. Does not know how a pass runs.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.phi3 import modeling_phi3 as phi3
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from model_worker.cpu.fused.layer import Weights
 from model_worker.cpu.gemm.coded_linear import CodedLinear
@@ -28,53 +19,13 @@ from model_worker.cpu.gemm.embedding import CodedEmbedding
 from model_worker.cpu.gemm.packed_linear import Packed
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import LANES
+from model_worker.decoder_form import LLAMA, DecoderForm, Part, UnsupportedPattern, decoder_form, epsilon_of, require
 from model_worker.kv_cache import LayerShape
 
 if TYPE_CHECKING:
     from model_worker.model import LoadedModel
 
-_MODEL = [{"model", "lm_head"}]
-_DECODER = [{"embed_tokens", "layers", "norm", "rotary_emb"}]
-_PLAIN_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_LAYER = [_PLAIN_LAYER, _PLAIN_LAYER | {"resid_attn_dropout", "resid_mlp_dropout"}]
-_SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION = [_SPLIT, _SPLIT | {"q_norm", "k_norm"}, {"qkv_proj", "o_proj"}]
-_MLP = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
 _NOTHING = np.empty(0, np.float32)
-
-
-def _mentioned(*modules: type[nn.Module]) -> set[str]:
-    """Collect all attributes and globals that the forward passes of these modules name."""
-    return {name for module in modules for name in inspect.unwrap(module.forward).__code__.co_names}
-
-
-_MODEL_CODE = _mentioned(
-    llama.LlamaForCausalLM, mistral.MistralForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM
-)
-_DECODER_CODE = _mentioned(
-    llama.LlamaModel,
-    mistral.MistralModel,
-    qwen2.Qwen2Model,
-    qwen3.Qwen3Model,
-    qwen2_vl.Qwen2VLTextModel,
-    qwen3_vl.Qwen3VLTextModel,
-)
-_LAYER_CODE = _mentioned(llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, phi3.Phi3DecoderLayer)
-_ATTENTION_CODE = _mentioned(
-    llama.LlamaAttention,
-    mistral.MistralAttention,
-    qwen2.Qwen2Attention,
-    qwen2_vl.Qwen2VLAttention,
-    qwen3.Qwen3Attention,
-    qwen3_vl.Qwen3VLTextAttention,
-    phi3.Phi3Attention,
-)
-_MLP_CODE = _mentioned(llama.LlamaMLP, phi3.Phi3MLP)
-_NORM_CODE = _mentioned(llama.LlamaRMSNorm)
-
-
-class UnsupportedPattern(Exception):
-    """The model does not match the stack's pattern; the message completes "since"."""
 
 
 class Projection(NamedTuple):
@@ -109,58 +60,34 @@ class DecoderWeights:
     """The weights of a decoder, found by structure; raises UnsupportedPattern at the first module that does not fit."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        model: Any = loaded.model
-        decoder = model.get_decoder()
-        _require(
-            _is(model, _MODEL, _MODEL_CODE) and _is(decoder, _DECODER, _DECODER_CODE),
-            "its decoder is not built like Llama's",
-        )
-        rotary = list(inspect.signature(decoder.rotary_emb.forward).parameters)
-        _require(rotary == ["x", "position_ids"], "its rotary embedding differs by layer")
-        self.embedding: nn.Module = decoder.embed_tokens
-        self.rotary: nn.Module = decoder.rotary_emb
+        form = decoder_form(loaded.model, loaded.attention, LLAMA)
+        self.embedding: nn.Module = form.embedding
+        self.rotary: nn.Module = form.rotary
         self._loaded = loaded
-        self._final_norm = decoder.norm
-        self._layers = list(decoder.layers)
-        self._check_layers()
-        self.order = [loaded.attention.layer_of[layer.self_attn] for layer in self._layers]
-        shape = loaded.attention.layout.layers[0]
-        self.projections = [_projections(layer, shape) for layer in self._layers]
-        self.head = _projection(model.lm_head)
-        self._check_shapes(shape)
-        self.q_heads = self.projections[0][0].width // shape.k_dim
-        self._head_dim = shape.k_dim
+        self._form = form
+        self._check_arithmetic(form)
+        self.order = form.order
+        self.projections = [[_projection(part) for part in layer.parts] for layer in form.layers]
+        self.head = _projection(Part(form.head, 0, form.head.out_features))
+        self._check_shapes(form.shape)
+        self.q_heads = form.q_heads
 
-    def _check_layers(self) -> None:
-        attention = self._loaded.attention
-        for layer in self._layers:
-            _require(_is(layer, _LAYER, _LAYER_CODE), "its layers are not built like Llama's")
-            _require(_is(layer.self_attn, _ATTENTION, _ATTENTION_CODE), "its attention is not built like Llama's")
-            _require(_is(layer.mlp, _MLP, _MLP_CODE), "its MLP is not built like Llama's")
-            activation = getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn
-            _require(type(activation).__name__ in ("SiLU", "SiLUActivation"), "its activation is not SiLU")
-            _require(layer.self_attn in attention.layer_of, "a layer does not attend")
-        alike = len(attention.params) == len(self._layers) and len(set(attention.layout.layers)) == 1
-        _require(alike, "its layers have KV heads of different shapes")
-        plain = all(params.softcap is None and params.sinks is None for params in attention.params)
-        _require(plain, "its attention has a soft cap or sinks")
+    def _check_arithmetic(self, form: DecoderForm) -> None:
+        silu = all(type(layer.activation).__name__ in ("SiLU", "SiLUActivation") for layer in form.layers)
+        require(silu, "its activation is not SiLU")
+        plain = all(params.softcap is None and params.sinks is None for params in self._loaded.attention.params)
+        require(plain, "its attention has a soft cap or sinks")
 
     def _check_shapes(self, shape: LayerShape) -> None:
         """Check that all layers are alike, with one kind of weights, and biases only where the kernel adds them."""
-        _require(
-            len({tuple(p.width for p in row) for row in self.projections}) == 1, "its layers have different widths"
-        )
         used = [*(p for row in self.projections for p in row), self.head]
         alike = any(all(isinstance(p.linear, kind) for p in used) for kind in get_args(Packed))
-        _require(alike, "its linear layers are of different kinds")
+        require(alike, "its linear layers are of different kinds")
         fitting = all(p.linear.dtype == self._loaded.dtype and p.first % PANEL == 0 for p in used)
-        _require(fitting, f"its linear layers have other types, or widths that are no multiples of {PANEL}")
+        require(fitting, f"its linear layers have other types, or widths that are no multiples of {PANEL}")
         unbiased = (*(p for row in self.projections for p in row[3:]), self.head)
-        _require(all(p.linear.bias is None for p in unbiased), "it has biases beside those of queries, keys and values")
-        q, k, v, *_ = (p.width for p in self.projections[0])
-        _require(shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0, f"its heads are no multiples of {LANES}")
-        heads = (shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim)
-        _require((k, v) == heads and q % k == 0, "its projections are not those of its heads")
+        require(all(p.linear.bias is None for p in unbiased), "it has biases beside those of queries, keys and values")
+        require(shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0, f"its heads are no multiples of {LANES}")
 
     def embedding_table(self) -> NDArray[Any] | None:
         """Return [vocabulary, hidden] in the model's dtype, if the embedding gives plain rows of it."""
@@ -197,7 +124,7 @@ class DecoderWeights:
             [row[6] for row in rows],
         )
         widths = [{projection.input_width for projection in group} for group in readers]
-        _require(all(len(width) == 1 for width in widths), "its layers have different widths")
+        require(all(len(width) == 1 for width in widths), "its layers have different widths")
         hidden, heads, inner = (width.pop() for width in widths)
         return hidden, heads, inner
 
@@ -208,40 +135,35 @@ class DecoderWeights:
 
     def _orders(self) -> NDArray[np.int64]:
         """Return the addresses of the orders of inputs, [L, 4] by the operand, or 0. The linear modules own them."""
-        _require(self.head.order is None, "its head has its inputs in another order")
+        require(self.head.order is None, "its head has its inputs in another order")
         rows = []
         for row in self.projections:
             readers = row[:3], row[3:4], row[4:6], row[6:]
             orders = [[projection.order for projection in group] for group in readers]
             alike = all(_are_equal(order, group[0]) for group in orders for order in group)
-            _require(alike, "linear layers of the same inputs have them in different orders")
+            require(alike, "linear layers of the same inputs have them in different orders")
             rows.append([0 if group[0] is None else group[0].ctypes.data for group in orders])
         return np.array(rows, np.int64)
 
     def weights(self) -> Weights:
-        norms = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in self._layers]
-        head_norms = [
-            (layer.self_attn.q_norm, layer.self_attn.k_norm) if hasattr(layer.self_attn, "q_norm") else ()
-            for layer in self._layers
-        ]
-        used = [norm for group in (*norms, *head_norms, (self._final_norm,)) for norm in group]
-        epsilons = {_epsilon(norm) for norm in used}
-        _require(len(epsilons) == 1, "its norms have different epsilons")
+        form = self._form
+        head_norms = [layer.of_heads or () for layer in form.layers]
+        epsilon = epsilon_of([*(norm for layer in form.layers for norm in layer.norms), form.final_norm], LLAMA)
         widths = {tuple(norm.weight.shape) for group in head_norms for norm in group}
-        _require(widths in (set(), {(self._head_dim,)}), "it normalises queries and keys across heads")
+        require(widths in (set(), {(form.shape.k_dim,)}), "it normalises queries and keys across heads")
         panels, head = self.addresses(lambda linear: linear.panels)
         return Weights(
             panels=panels,
             orders=self._orders(),
             biases=np.stack([np.concatenate([projection.bias for projection in row[:3]]) for row in self.projections]),
-            norms=np.array([[_float(norm.weight) for norm in pair] for pair in norms]),
+            norms=np.array([[_float(norm.weight) for norm in layer.before] for layer in form.layers]),
             head_norms=np.array([[_float(norm.weight) for norm in pair] or [_NOTHING] * 2 for pair in head_norms]),
-            final_norm=_float(self._final_norm.weight),
+            final_norm=_float(form.final_norm.weight),
             head=head,
             screen=0,
             bounds=_NOTHING,
             mlp_width=self.projections[0][4].width,
-            epsilon=np.float32(epsilons.pop()),
+            epsilon=np.float32(epsilon),
         )
 
 
@@ -249,55 +171,10 @@ def _are_equal(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -
     return other is None if one is None else other is not None and np.array_equal(one, other)
 
 
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise UnsupportedPattern(reason)
-
-
-def _is(module: nn.Module, children: Collection[set[str]], code: set[str]) -> bool:
-    """Whether a module's children are one of these sets, and its forward pass names nothing outside `code`."""
-    return {name for name, _ in module.named_children()} in children and _mentioned(type(module)) <= code
-
-
-def _projections(layer: Any, shape: LayerShape) -> list[Projection]:
-    """Find the projections in the order of the kernel's names Q to DOWN."""
-    attention = layer.self_attn
-    mlp = layer.mlp
-    if hasattr(attention, "qkv_proj"):
-        k = shape.kv_heads * shape.k_dim
-        v = shape.kv_heads * shape.v_dim
-        joined = _projection(attention.qkv_proj)
-        found = _split(joined, [joined.width - k - v, k, v])
-    else:
-        found = [_projection(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    found.append(_projection(attention.o_proj))
-    if hasattr(mlp, "gate_up_proj"):
-        joined = _projection(mlp.gate_up_proj)
-        found += _split(joined, [joined.width // 2] * 2)
-    else:
-        found += [_projection(mlp.gate_proj), _projection(mlp.up_proj)]
-    return [*found, _projection(mlp.down_proj)]
-
-
-def _projection(module: nn.Module) -> Projection:
-    if not isinstance(module, Packed):
+def _projection(part: Part) -> Projection:
+    if not isinstance(part.linear, Packed):
         raise UnsupportedPattern("a linear layer of it is not packed")
-    return Projection(module, 0, module.out_features)
-
-
-def _split(joined: Projection, widths: list[int]) -> list[Projection]:
-    starts = np.cumsum([0, *widths[:-1]]).tolist()
-    return [Projection(joined.linear, start, width) for start, width in zip(starts, widths, strict=True)]
-
-
-def _epsilon(norm: nn.Module) -> float:
-    """Return the epsilon of an RMS norm."""
-    alike = _is(norm, [set()], _NORM_CODE) and [name for name, _ in norm.named_parameters()] == ["weight"]
-    _require(alike, "its norms are not RMS norms with one weight")
-    epsilon = getattr(norm, "variance_epsilon", None)
-    if not isinstance(epsilon, float):
-        raise UnsupportedPattern("a norm of it has no epsilon")
-    return epsilon
+    return Projection(part.linear, part.first, part.width)
 
 
 def _float(tensor: Tensor) -> NDArray[np.float32]:

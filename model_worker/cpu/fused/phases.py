@@ -4,8 +4,8 @@ Knows arrays as layer.py and attention.py do. A pass is a row of phases; each is
 thread pool claim, and short phases are left to one core. Few tokens are multiplied by every core with its share of the
 weights; of many tokens each core takes some at a time through all of a layer but attention.
 
-Indices are not checked: one out of range corrupts memory. Does not know which models match this pattern (pattern.py
-does).
+Indices are not checked: one out of range corrupts memory. Does not know which models match this pattern
+(decoder_form.py does).
 """
 
 from __future__ import annotations

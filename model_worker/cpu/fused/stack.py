@@ -1,4 +1,4 @@
-"""Runs a model that pattern.py recognises in one compiled call per forward pass.
+"""Runs a model that decoder_form.py recognises in one compiled call per forward pass.
 
 Knows how a batch and the KV cache become the arguments of that call. Weights are not copied: the stack reads those that
 the packed modules hold. A stack serves only after it has given the logits of the model's own forward pass.
@@ -24,7 +24,7 @@ from model_worker.cpu.fused.angles import Angles
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, zeros_after
 from model_worker.cpu.fused.layer import Buffers, Residuals, levels_from
-from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
+from model_worker.cpu.fused.pattern import DecoderWeights
 from model_worker.cpu.fused.phases import (
     BLOCK_TOKENS,
     Inputs,
@@ -50,6 +50,7 @@ from model_worker.cpu.simd.kv_codes import FP8, IN_WORDS, INT8
 from model_worker.cpu.simd.softmax import LOG2_E
 from model_worker.cpu.threads import Job, thread_pool
 from model_worker.cpu.tuning import EVERYTHING, Tuning
+from model_worker.decoder_form import UnsupportedPattern
 from model_worker.embedding_hooks import with_given
 from model_worker.kv_cache import KVCache, memory_of
 from shared.resources import free_memory

@@ -21,11 +21,11 @@ from model_worker.cpu.encoder.attention import Nearness, attend, scratch_for
 from model_worker.cpu.encoder.layers import EncoderLayers
 from model_worker.cpu.encoder.pattern import require_form
 from model_worker.cpu.encoder.phases import BLOCK_TOKENS
-from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.activations import gelu, gelu_tanh
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS, operand_dtype
+from model_worker.decoder_form import UnsupportedPattern
 from model_worker.pooling.smoothing import scale_inputs, smooth
 
 SEEDS = st.integers(0, 2**32 - 1)

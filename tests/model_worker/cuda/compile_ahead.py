@@ -16,7 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model_worker.attention.triton import PIECE, _shape
-from model_worker.cuda import column_kernels, draw_kernels, gate_kernel, kv_write_kernel, norm_kernel, paged_attention
+from model_worker.cuda import (
+    column_kernels,
+    draw_kernels,
+    gate_kernel,
+    kv_write_kernel,
+    norm_kernel,
+    paged_attention,
+    rotary_kernel,
+)
 
 POINTERS = {
     "block_tables": "*i32",
@@ -52,8 +60,14 @@ POINTERS = {
 
 
 # Tensors of the model's dtype.
-OF_THE_MODEL = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "weight", "gate", "up", "logits")
-FEW = ("decode 4x128/128 bf16", "prompt 4x128/128 bf16", "edge", "pick", "mask", "penalty")
+OF_THE_MODEL = (
+    *("q", "k", "v", "k_cache", "v_cache", "out", "x", "gate", "up", "logits"),
+    *("weight", "inner", "residual", "rows", "cos", "sin", "q_weight", "k_weight"),
+)
+FEW = (
+    *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
+    *("edge", "add and norm", "rotary", "gate", "pick", "mask", "penalty"),
+)
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
@@ -82,6 +96,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "write", kv_write_kernel.write_kernel, sizes, "bf16"
     yield "edge", draw_kernels.edge_kernel, {"BLOCK": 1024, "ROOM": 4096}, "fp32"
     yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
+    norms = {"WIDTH": 1024, "WIDE": 1024, "FORM": 0, "INNER": True}
+    yield "add and norm", norm_kernel.add_norm_kernel, norms, "bf16"
+    heads = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 48, "HALF_WIDE": 64, "REST_WIDE": 32, "NORM": True, "FORM": 2}
+    both = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "V_WIDE": 128}
+    yield "rotary", rotary_kernel.rotary_kernel, {**heads, **both}, "bf16"
     yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
     yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
     yield "mask", column_kernels.mask_kernel, {"BLOCK": 1024}, "bf16"
