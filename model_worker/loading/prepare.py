@@ -174,7 +174,7 @@ def _not_finite(model: PreTrainedModel) -> str:
     )
     for name, owner in (*((name, None) for name, _ in model.named_parameters()), *encoded):
         weight = model.get_parameter(name) if owner is None else owner.weight
-        wrong = int((~torch.isfinite(weight)).sum())
+        wrong = int((~torch.isfinite(weight.float())).sum())
         if wrong:
             return (
                 f"{wrong} of the {weight.numel()} values of {name} are not finite (NaN or infinite): download it anew"

@@ -34,6 +34,7 @@ from model_worker.attention import PAGED_ATTENTION
 from model_worker.cpu.gemm.embedding import has_table, keep_encoded
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
+from model_worker.cuda.fp8_linear import MULTIPLE, Fp8Linear, unsupported
 from model_worker.hearing.encoder import hears
 from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
@@ -87,7 +88,9 @@ def load_weights(
         checkpoint = overlaid(checkpoint, overlays, architecture)
     if overlays or is_quantized(checkpoint, scheme):
         lazily = device.type == "cpu" and not composite
-        return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, lazily)
+        in_fp8 = device.type == "cuda" and scheme.rounds_inputs and _multiplies_fp8(device, architecture)
+        kept = (lazily, in_fp8)
+        return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, *kept)
     try:
         model, info = auto.from_pretrained(
             source,
@@ -160,8 +163,10 @@ def load_quantized(
     device: torch.device,
     attention: Mapping[str, str],
     lazily: bool,
+    in_fp8: bool = False,
 ) -> PreTrainedModel:
-    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded."""
+    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded, and `in_fp8` those in FP8
+    with scales of outputs, whose products are then of FP8 numbers."""
     try:
         weights = read_weights(checkpoint, scheme)
     except LOAD_ERRORS as error:
@@ -170,7 +175,11 @@ def load_quantized(
     kind = computing_dtype(dtype, config, weights, architecture, device)
     try:
         names = WeightNames(auto, config, attention)
-        targets = {key: names.place_of(key, weight) for key, weight in weights.encoded.items()} if lazily else {}
+        targets = {
+            key: names.place_of(key, weight)
+            for key, weight in weights.encoded.items()
+            if lazily or (in_fp8 and weight.is_fp8 and not any(size % MULTIPLE for size in weight.shape))
+        }
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
@@ -192,7 +201,10 @@ def load_quantized(
         raise ModelRefused(architecture, _reason(error)) from error
     check_loaded(architecture, info)
     for key, module in targets.items():
-        if module and weights.encoded[key].experts:
+        if module and in_fp8:
+            linear = model.get_submodule(module)
+            model.set_submodule(module, Fp8Linear(*weights.encoded[key].fp8(), linear.bias))
+        elif module and weights.encoded[key].experts:
             keep_experts(model, module, weights.encoded[key], kind)
         elif module:
             keep_encoded(model, module, weights.encoded[key], kind)
@@ -210,7 +222,18 @@ def load_quantized(
         weights.method or "a method that no file names",
         ", and stay so until they are packed" if lazily else f", and decoded to {kind} in memory",
     )
+    if any(targets.values()) and in_fp8:
+        said = "%s: of these, %d stay in FP8, and the inputs of their products are rounded to FP8 token by token"
+        log.info(said, architecture, sum(map(bool, targets.values())))
     return _typed(model)
+
+
+def _multiplies_fp8(device: torch.device, architecture: str) -> bool:
+    """Whether products of FP8 numbers are used on this device; the log says why not."""
+    reason = unsupported(device)
+    if reason:
+        log.info("%s: weights in FP8 are decoded, since %s", architecture, reason)
+    return not reason
 
 
 def _typed(model: Any) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,13 @@ from shared.weight_codes import Codes
 
 # Numbers that are decoded at a time: 16 MB of float32.
 _PIECE = 1 << 22
+
+
+class Fp8Numbers(NamedTuple):
+    """A weight as `values` e4m3 [out, in], with a scale for each output, f32 [out]."""
+
+    values: Tensor
+    scales: Tensor
 
 
 class EncodedWeight(ABC):
@@ -54,6 +62,15 @@ class EncodedWeight(ABC):
     def experts(self) -> Sequence[Sequence[EncodedWeight]]:
         """The matrices [outputs, inputs] of each expert, whose outputs come one behind the other; empty for none."""
         return ()
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether `fp8` gives its numbers."""
+        return False
+
+    def fp8(self) -> Fp8Numbers:
+        """Return the numbers of a weight that is stored so. ValueError for another."""
+        raise ValueError("this weight is not stored as e4m3 with a scale for each output")
 
     def quantized(self) -> Quantized:
         """Return the weight in int8 per output. A format of such numbers gives its own."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight, Fp8Numbers
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import check_scales, powers_of_two, spread
@@ -80,6 +80,16 @@ class ScaledWeight(EncodedWeight):
         if self._block is not None:
             return self._scales[torch.arange(first, last) // self._block[0]]
         return (self._scales if len(self._scales) == 1 else self._scales[first:last]).expand(last - first, -1)
+
+    @property
+    def is_fp8(self) -> bool:
+        whole = self._zeros is None and self._block is None and self._scales.shape[1] == 1
+        return self._numbers.dtype == E4M3_TYPE and whole
+
+    def fp8(self) -> Fp8Numbers:
+        if not self.is_fp8:
+            return super().fp8()
+        return Fp8Numbers(self._numbers.read(), self._scales[:, 0].float().expand(self.shape[0]).contiguous())
 
     def quantized(self) -> Quantized:
         """Numbers of int8 with a scale for each output are kept as they are."""

@@ -51,6 +51,15 @@ class Scheme:
         found = self.fields.get(name)
         return default if found is None else found
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the inputs of products are meant to be rounded, as the weights were."""
+        if self.method != "compressed-tensors":
+            return self.method in ("fp8", "modelopt")
+        groups = self.get("config_groups", {})
+        found = groups.values() if isinstance(groups, Mapping) else ()
+        return any(isinstance(group, Mapping) and group.get("input_activations") for group in found)
+
 
 def scheme_of(source: str | Path, config: PreTrainedConfig) -> Scheme:
     """Read the scheme. ValueError for one that is not read here: it names the file, the field and the value."""

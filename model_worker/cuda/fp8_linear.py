@@ -1,0 +1,69 @@
+"""Linear layers on a GPU whose weights stay in FP8, and whose inputs are rounded to FP8 token by token.
+
+The product is torch's `_scaled_mm`: both sides are of e4m3, and each output is scaled by its token's scale and by its
+own. Knows no format of files.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Compute capability of the first cards with products of FP8 (Ada).
+_FIRST_CAPABILITY = (8, 9)
+_LARGEST = 448.0
+# A token of zeros needs a scale, too.
+_LEAST_SCALE = 1e-12
+# Both sides of the product are whole multiples of it.
+MULTIPLE = 16
+# Of the largest output, between a product of rounded numbers in FP8 and in float32: one rounding to bfloat16.
+_TOLERANCE = 1e-2
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer with `codes` e4m3 [out, in] and `scales` f32 [1, out]. Outputs have the dtype of inputs."""
+
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        """`values` are e4m3 [out, in], both multiples of MULTIPLE, with a scale for each output, f32[out]."""
+        super().__init__()
+        self.out_features, self.in_features = values.shape
+        self.codes = nn.Parameter(values, requires_grad=False)
+        self.scales = nn.Parameter(scales[None].contiguous(), requires_grad=False)
+        self.bias = bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a new copy of the decoded weight, f32[out, in]."""
+        return self.codes.float() * self.scales.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        scales = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
+        # A value that rounds beyond the largest number would be NaN.
+        codes = (rows.float() / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        out = torch._scaled_mm(codes, self.codes.t(), scale_a=scales, scale_b=self.scales, out_dtype=torch.bfloat16)
+        out = out.to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+
+def unsupported(device: torch.device) -> str:
+    """Say why a device does not multiply FP8 numbers as it should; empty if it does."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        return f"the card's compute capability is below {'.'.join(map(str, _FIRST_CAPABILITY))}"
+    generator = torch.Generator().manual_seed(0)
+    values, inputs = (torch.randn(shape, generator=generator) for shape in ((48, 64), (5, 64)))
+    linear = Fp8Linear((values * 100).to(torch.float8_e4m3fn), torch.rand(48, generator=generator) / 100, None)
+    weight = linear.weight
+    linear.to(device)
+    try:
+        with torch.inference_mode():
+            got = linear(inputs.to(device, torch.bfloat16)).float().cpu()
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of a torch or a card without it
+        return str(error).partition("\n")[0]
+    scales = inputs.bfloat16().float().abs().amax(-1, keepdim=True) / _LARGEST
+    rounded = (inputs.bfloat16().float() / scales).to(torch.float8_e4m3fn).float() * scales
+    want = rounded @ weight.t()
+    error_found = float((got - want).abs().max() / want.abs().max())
+    return "" if error_found <= _TOLERANCE else f"its products of FP8 numbers are wrong by {error_found:.2g}"
