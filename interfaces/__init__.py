@@ -98,13 +98,14 @@ context.text: TextContext
 context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
 messages: Action AdapterAnswer AdapterFailed AdapterLoaded AdapterOrder AdapterState AdapterStatus Batch BatchResult
-    CUT_IMAGES Cancel Decision DecisionsAnswer DecisionsInquiry Detach DropAdapter EPOCHS_OF_A_SUPERVISOR FIRST_VERSION
-    Finish GENERATE Goodbye GroupSpec Hello Inquiry InquiryAnswer Join KV_CACHE KvMoved LOWEST_PRIORITY LoadAdapter
-    NO_IMAGES Order OrderAnswer Ping PixelJoin PixelPreview PixelResult PixelStep REGISTRATION_SIZE Ready Refusal
-    Results Retire RowGrammar RunningMode SESSION_MEDIA_BYTES SchedulingOptions SessionAction SessionAnswer
-    SessionMedium SessionOrder Stage Status Step StepResult Submit TensorSpec UNREGISTERED Unknown Vectors WEIGHTS
-    WHOLE_IMAGES WHOLE_PROMPTS WeightsAction WeightsAnswer WeightsCommand WeightsOrder WeightsReport WeightsStatus
-    WeightsTask WeightsVersion Welcome WorkerGoodbye WorkerHello WorkerStatus
+    CUT_IMAGES Cancel Decision DecisionsAnswer DecisionsInquiry Detach Dismissal DropAdapter EPOCHS_OF_A_SUPERVISOR
+    FIRST_VERSION Finish GENERATE Goodbye GroupSpec Hello Inquiry InquiryAnswer Join KV_CACHE KvMoved KvPiece
+    KvTaken LOWEST_PRIORITY LoadAdapter NO_IMAGES Order OrderAnswer Ping PixelJoin PixelPreview PixelResult
+    PixelStep REGISTRATION_SIZE Ready Refusal Results Retire RowGrammar RunningMode SESSION_MEDIA_BYTES
+    SchedulingOptions SessionAction SessionAnswer SessionMedium SessionOrder ShipKv Stage Status Step StepResult
+    Submit TakeKv TensorSpec UNREGISTERED Unknown Vectors WEIGHTS WHOLE_IMAGES WHOLE_PROMPTS WeightsAction
+    WeightsAnswer WeightsCommand WeightsOrder WeightsReport WeightsStatus WeightsTask WeightsVersion Welcome
+    WorkerGoodbye WorkerHello WorkerLeaves WorkerStatus
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
 messages.token_runs: TokenRuns

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from model_worker.engine import Engine
     from model_worker.execution.base import DeviceStep, WorkerIdentity
     from model_worker.kv_spill.mover import KvMover
+    from model_worker.kv_spill.shipper import KvShipper
     from model_worker.loading.draft import Guesser
     from model_worker.loop import Runner
     from model_worker.model import LoadedModel
@@ -95,7 +96,9 @@ def main() -> None:
         else:
             file = None if arguments.connect else run_directory.weights_file
             group = _group(*place) if settings.tensor_parallel > 1 else None
-            built = build(settings, arguments.index, arguments.device, epoch, arguments.models, file, group)
+            built = build(
+                settings, arguments.index, arguments.device, epoch, arguments.models, file, group, not arguments.connect
+            )
             engine, hello, compilation, weights = built
             beside = engine.encoding, engine.adapters, weights
             speaking, hello = with_codec(
@@ -103,7 +106,9 @@ def main() -> None:
             )
             trouble = None if group is None else group.trouble
             last = index_file, trouble, engine.moves
-            worker = partial(serve, speaking, hello, endpoint, keys, compilation, *beside, *last)
+            worker = partial(
+                serve, speaking, hello, endpoint, keys, compilation, *beside, *last, shipper=engine.shipper
+            )
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
@@ -145,12 +150,13 @@ def build(
     models: int = 1,
     weights_file: Path | None = None,
     group: Group | None = None,
+    local: bool = True,
 ) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None, WeightsCommands | None]:
     """Load the model and make room for its KV cache. ValueError says why this model cannot be served here.
 
     Where compiled kernels are missing, their compilation has begun. The workers of so many `models` share the device.
     The file names the version of the weights that is served, if that is not the model's own. In a `group` this is its
-    first rank.
+    first rank. `local`: the scheduler is on this machine.
     """
     import torch
 
@@ -195,6 +201,8 @@ def build(
     runner.record(settings.max_running, capacity.max_model_len, most)
     shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
     _spill(settings, runner, shared)
+    if group is None:
+        _ship(runner, shared, local)
     compilation = None
     if loaded.has_kernels:
         _warm_up(sampler, loaded)
@@ -267,6 +275,8 @@ def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRun
         ranks=settings.tensor_parallel,
         spill_slots=0 if shared.moves is None else shared.moves.slots,
         spill_place="" if shared.moves is None else shared.moves.place.name,
+        kv_form="" if shared.shipper is None else shared.shipper.form,
+        block_bytes=0 if shared.shipper is None else shared.shipper.block_bytes,
     )
 
 
@@ -309,6 +319,14 @@ def _spill(settings: Settings, runner: ModelRunner, shared: DeviceStep) -> None:
         identity = shared.identity
         shared.moves = kv_mover(*place, size, settings.kv_spill_dir, identity.epoch, identity.index)
         log.info("%d blocks of the KV cache may go to %s", shared.moves.slots, shared.moves.place.name)
+
+
+def _ship(runner: ModelRunner, shared: DeviceStep, local: bool) -> None:
+    """Make what sends the blocks of sequences to other workers, when this one is asked to end."""
+    from model_worker.kv_spill.start import kv_shipper
+
+    place = runner.cache, runner.num_blocks, runner.loaded.device
+    shared.shipper = kv_shipper(*place, shared.identity.epoch, shared.identity.index, shares=local)
 
 
 def _engine(settings: Settings, shared: DeviceStep, guesser: Guesser | None, num_blocks: int) -> Engine:
@@ -367,8 +385,12 @@ def serve(
     index_file: Path | None = None,
     trouble: Callable[[], str] | None = None,
     moves: KvMover | None = None,
+    shipper: KvShipper | None = None,
 ) -> None:
-    """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
+    """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels.
+
+    At SIGTERM its sequences go to other workers first, as far as they take them.
+    """
     from model_worker.loop import Loop
     from model_worker.scheduler_link import Refused
     from model_worker.tensor_parallel.exchange import GroupLost
@@ -376,9 +398,9 @@ def serve(
     def superseded() -> bool:
         return compilation is not None and compilation.done
 
-    beside = encoding, adapters, weights, index_file, trouble, moves
+    beside = encoding, adapters, weights, index_file, trouble, moves, shipper
     loop = Loop(engine, hello, endpoint, keys, superseded, *beside)
-    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    signal.signal(signal.SIGTERM, lambda *_: loop.leave())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -396,7 +418,9 @@ def serve(
     except GroupLost as lost:
         log.error("this worker ends: %s", lost)
         sys.exit(1)
-    if compilation is not None and compilation.done:
+    if loop.leaves:
+        phases.leave("was asked to end")
+    elif compilation is not None and compilation.done:
         log.info("the kernels are compiled: a worker that uses them takes over")
         phases.leave("leaves to a worker with compiled kernels")
 

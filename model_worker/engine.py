@@ -18,6 +18,7 @@ from model_worker.execution.base import Counters, Executor, RunningRows, WorkerI
 from model_worker.execution.flight import Pending
 from model_worker.execution.out_of_memory import launched
 from model_worker.kv_spill.mover import KvMover
+from model_worker.kv_spill.shipper import KvShipper
 from model_worker.rows import StepError
 from model_worker.vision.encode_queue import EncodeQueue
 
@@ -53,6 +54,11 @@ class Engine:
     def moves(self) -> KvMover | None:
         """What keeps blocks beside the KV cache; None: none are kept."""
         return self._running.moves
+
+    @property
+    def shipper(self) -> KvShipper | None:
+        """What sends blocks to other workers; None: none are sent."""
+        return self._running.shipper
 
     def rest(self) -> None:
         """Start the process that fills masks, which takes seconds. To be called when there is nothing to compute."""

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
@@ -20,8 +20,10 @@ import numpy as np
 import zmq
 
 from interfaces import (
+    UNREGISTERED,
     Batch,
     BatchResult,
+    Dismissal,
     DropAdapter,
     LoadAdapter,
     Ping,
@@ -30,20 +32,24 @@ from interfaces import (
     Ready,
     Refusal,
     Retire,
+    ShipKv,
     Step,
     StepResult,
+    TakeKv,
     VersionError,
     WeightsCommand,
     Welcome,
     WireError,
     WorkerGoodbye,
     WorkerHello,
+    WorkerLeaves,
     decode,
     encode,
 )
 from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters
 from model_worker.kv_spill.mover import KvMover
+from model_worker.kv_spill.shipper import KvShipper
 from model_worker.scheduler_link import Refused, SchedulerLink
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
@@ -61,6 +67,10 @@ RESTLESS_SECONDS = 10.0
 LAST_WORDS_MS = 1000
 # Time for which the next step is awaited before the launched one is.
 PATIENCE_MS = 2
+# Time in which the sequences of a worker that leaves are fetched: it ends before its supervisor kills it. A scheduler
+# that says nothing for a part of it fetches none.
+LEAVE_SECONDS = 8.0
+LEAVE_SILENCE_SECONDS = 2.0
 
 
 class Launched(Protocol):
@@ -96,6 +106,18 @@ class Runner(Protocol):
         ...
 
 
+class Beside(Protocol):
+    """Works beside the steps, and has something to say about it now and then."""
+
+    def fileno(self) -> int:
+        """Becomes readable when `take` has something."""
+        ...
+
+    def take(self) -> Sequence[Any]:
+        """Messages for the scheduler."""
+        ...
+
+
 class Loop:
     """Owns the socket. `run` returns after `stop`, or when `superseded` says that a better worker should follow.
 
@@ -116,9 +138,10 @@ class Loop:
         index_file: Path | None = None,
         trouble: Callable[[], str] | None = None,
         moves: KvMover | None = None,
+        shipper: KvShipper | None = None,
     ) -> None:
         """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read.
-        `moves` are blocks that go to a place beside the KV cache, and come back.
+        `moves` are blocks that go to a place beside the KV cache, and come back; `shipper` sends them to other workers.
 
         The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why the
         engine could not go on; empty if it could.
@@ -129,6 +152,7 @@ class Loop:
         self._adapters = adapters
         self._weights = weights
         self._moves = moves
+        self._shipper = shipper
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         self._same_host = same_host(endpoint)
@@ -146,21 +170,37 @@ class Loop:
         self._poller.register(self._socket, zmq.POLLIN)
         if encoding is not None:
             self._poller.register(encoding.fileno(), zmq.POLLIN)
-        if adapters is not None:
-            self._poller.register(adapters.fileno(), zmq.POLLIN)
-        if weights is not None:
-            self._poller.register(weights.fileno(), zmq.POLLIN)
-        if moves is not None:
-            self._poller.register(moves.fileno(), zmq.POLLIN)
+        workers: tuple[Beside | None, ...] = adapters, weights, moves, shipper
+        self._beside = [each for each in workers if each is not None]
+        for each in self._beside:
+            self._poller.register(each.fileno(), zmq.POLLIN)
         self._next_hello = 0.0
         self._pending: deque[Launched] = deque()
         self._stopping = False
+        # It is asked to end. The scheduler was told so; it was heard then, and must be done by that time.
+        self._leaving = False
+        self._heard = 0.0
+        self._leaves_by = 0.0
         # The scheduler that has sent the last step.
         self._incarnation: int | None = None
 
     def stop(self) -> None:
         """End `run` after the step in progress. Safe to call from a signal handler."""
         self._stopping = True
+
+    def leave(self) -> None:
+        """End `run` when the sequences that are here have gone to others; at once if it is called again.
+
+        Safe to call from a signal handler.
+        """
+        if self._leaving or self._shipper is None:
+            self._stopping = True
+        self._leaving = True
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it was asked to end by `leave`."""
+        return self._leaving
 
     @property
     def _epoch(self) -> int:
@@ -173,6 +213,8 @@ class Loop:
         try:
             while not self._stopping and not self._superseded():
                 now = time.monotonic()
+                if self._leaving and not self._may_stay(now):
+                    break
                 if now >= self._next_hello:
                     phases.beat()
                     self._engine.beat()
@@ -202,6 +244,16 @@ class Loop:
         finally:
             # The goodbye may leave; after an exception nothing waits to be sent.
             self._context.destroy(linger=LAST_WORDS_MS)
+
+    def _may_stay(self, now: float) -> bool:
+        """Whether a worker that leaves may still be needed. Says that it leaves, first of all."""
+        if not self._leaves_by:
+            if self._epoch == UNREGISTERED:
+                return False
+            self._heard = now
+            self._leaves_by = now + LEAVE_SECONDS
+            self._send(encode(WorkerLeaves(self._hello.index, self._epoch)))
+        return now < self._leaves_by and now - self._heard < LEAVE_SILENCE_SECONDS
 
     def _send_goodbye(self, reason: str) -> None:
         self._send(encode(WorkerGoodbye(self._hello.index, self._epoch, reason)))
@@ -243,6 +295,7 @@ class Loop:
                 raise Refused(f"the scheduler at {self._link.endpoint} cannot be understood: {error}") from None
             log.warning("dropped a message: %s", error)
             return None
+        self._heard = time.monotonic()
         if self._link is not None and self._is_for_link(message, self._link):
             return None
         if isinstance(message, Retire) and message.epoch == self._epoch:
@@ -255,6 +308,15 @@ class Loop:
             # Launched steps may use what is freed now.
             self._answer(leave=0)
             self._adapters.obey(message)
+            return None
+        if isinstance(message, ShipKv | TakeKv) and message.epoch == self._epoch and self._shipper is not None:
+            if self._shipper.still:
+                # Launched steps may write to the same blocks.
+                self._answer(leave=0)
+            self._shipper.obey(message)
+            return None
+        if isinstance(message, Dismissal) and message.epoch == self._epoch:
+            self._stopping = True
             return None
         if isinstance(message, WeightsCommand) and message.epoch == self._epoch and self._weights is not None:
             self._change_weights(message, self._weights)
@@ -289,14 +351,19 @@ class Loop:
         self._engine.forget()
         if self._adapters is not None:
             self._adapters.forget()
+        if self._shipper is not None:
+            self._shipper.forget()
+        # What it had is computed elsewhere by now.
+        self._stopping |= self._leaving
         self._hello = link.unregistered(self._hello)
         self._next_hello = 0.0
 
     def _change_weights(self, command: WeightsCommand, weights: WeightsCommands) -> None:
         # Launched steps use what changes now.
         self._answer(leave=0)
-        if self._moves is not None:
-            self._moves.finish()
+        for mover in (self._moves, self._shipper):
+            if mover is not None:
+                mover.finish()
         report = weights.obey(command)
         self._hello = weights.described(self._hello)
         if self._adapters is not None:
@@ -324,12 +391,9 @@ class Loop:
             self._link.note(heard=self._socket in events)
         if self._encoding is not None and self._encoding.fileno() in events:
             self._send_ready(self._encoding.take())
-        if self._adapters is not None and self._adapters.fileno() in events:
-            self._send_all(self._adapters.take())
-        if self._weights is not None and self._weights.fileno() in events:
-            self._send_all(self._weights.take())
-        if self._moves is not None and self._moves.fileno() in events:
-            self._send_all(self._moves.take())
+        for each in self._beside:
+            if each.fileno() in events:
+                self._send_all(each.take())
         return self._socket in events
 
     def _send_ready(self, ready: list[ReadyRow]) -> None:

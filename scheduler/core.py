@@ -15,6 +15,8 @@ from interfaces import (
     ErrorCode,
     Finish,
     KvMoved,
+    KvPiece,
+    KvTaken,
     PoolingContext,
     Ready,
     RequestError,
@@ -25,6 +27,7 @@ from interfaces import (
     Submit,
     Vectors,
     WorkerHello,
+    WorkerLeaves,
 )
 from scheduler import background, operator_commands, placement, results
 from scheduler.adapter import AdapterFile
@@ -40,6 +43,7 @@ from scheduler.replicas import NO_REPLICA
 from scheduler.resumable_streams import Stream
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
+from scheduler.shipping import Shipping, ToOthers
 from scheduler.stillness import StuckDetector, misplaced
 from scheduler.succession import FencedEpochs, same_supervisor
 from scheduler.weights_registry import WeightsRegistry
@@ -78,6 +82,7 @@ class Scheduler:
         kept = adapter_file or AdapterFile(None)
         self.adapters = AdapterRegistry(self.requests, incarnation, kept, adapters or {}, clock)
         self.oneshot = OneShotLane(self.requests, limits, incarnation, clock, self.adapters.find)
+        self.shipping = Shipping(self.requests, incarnation, clock)
         self.weights = WeightsRegistry(self.requests, incarnation, weights_file or WeightsFile(None))
         self._order = itertools.count()
         self._fenced = FencedEpochs()
@@ -230,6 +235,7 @@ class Scheduler:
         suspects = {sequence.order for sequence in computing} if blamed else set()
         for row in worker.rows.occupied().tolist():
             self._recover(worker.remove(row), story, suspects)
+        self.shipping.lose_worker(worker)
         self.request_log.record_event(story)
         return story
 
@@ -238,10 +244,11 @@ class Scheduler:
         if self.paused or self.weights.holds_steps:
             return []
         limits = self.limits
+        self.shipping.advance()
         placement.place_waiting(self.requests, limits, self.policy, only_returning=self.weights.holds_requests)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
-            free = worker.weights.ready and not worker.batches.keeps_steps_off
+            free = worker.weights.ready and not worker.batches.keeps_steps_off and not worker.leaving
             most = 1 if background.alone(worker) else limits.steps_in_flight
             if free and worker.in_flight.has_room(most):
                 budget = limits.max_batch_tokens, limits.most_guesses
@@ -253,6 +260,10 @@ class Scheduler:
     def next_batches(self) -> list[tuple[int, OneShotWork]]:
         """Build at most one batch of texts, or pass over images, for each worker that has room for it."""
         return [] if self.paused else self.oneshot.next_batches()
+
+    def next_shipments(self) -> list[tuple[int, ToOthers]]:
+        """Messages for workers about the K and V of sequences that have changed their worker."""
+        return [] if self.paused or self.weights.holds_steps else self.shipping.next_messages()
 
     def batch_result(self, result: OneShotResult) -> None:
         """Publish values of texts, or images. Results of other incarnations and epochs are ignored."""
@@ -292,6 +303,22 @@ class Scheduler:
                 else ""
             )
             self.requests.record(sequence, f"{blocks * size} tokens were loaded in {seconds * 1e3:.1f} ms{lost}")
+
+    def worker_leaves(self, message: WorkerLeaves) -> None:
+        """Hand the sequences of a worker over that is asked to end."""
+        worker = self.workers.get(message.index)
+        if worker is not None and message.epoch == worker.hello.epoch:
+            self.shipping.leaves(worker)
+
+    def kv_shipped(self, message: KvPiece | KvTaken) -> None:
+        """Pass K and V on from one worker to another, or note that they are there. Reports of others are ignored."""
+        worker = self.workers.get(message.index)
+        if worker is None or message.incarnation != self.incarnation or message.epoch != worker.hello.epoch:
+            return
+        if isinstance(message, KvPiece):
+            self.shipping.came(message)
+        else:
+            self.shipping.taken(message)
 
     # Messages for the replicas
 

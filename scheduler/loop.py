@@ -23,12 +23,15 @@ from interfaces import (
     DecisionsAnswer,
     DecisionsInquiry,
     Detach,
+    Dismissal,
     DropAdapter,
     Goodbye,
     Hello,
     Inquiry,
     InquiryAnswer,
     KvMoved,
+    KvPiece,
+    KvTaken,
     LoadAdapter,
     Order,
     OrderAnswer,
@@ -39,9 +42,11 @@ from interfaces import (
     Results,
     Retire,
     SessionOrder,
+    ShipKv,
     Step,
     StepResult,
     Submit,
+    TakeKv,
     Unknown,
     Vectors,
     VersionError,
@@ -51,6 +56,7 @@ from interfaces import (
     WireError,
     WorkerGoodbye,
     WorkerHello,
+    WorkerLeaves,
     decode,
 )
 from scheduler.core import Scheduler
@@ -72,12 +78,15 @@ OfWorker = (
     | PixelResult
     | Ready
     | KvMoved
+    | KvPiece
+    | KvTaken
     | AdapterLoaded
     | AdapterFailed
     | WeightsReport
+    | WorkerLeaves
     | WorkerGoodbye
 )
-ToWorker = Step | Batch | PixelStep | LoadAdapter | DropAdapter | WeightsCommand
+ToWorker = Step | Batch | PixelStep | ShipKv | TakeKv | Dismissal | LoadAdapter | DropAdapter | WeightsCommand
 
 # Messages taken from one socket before the other socket and the steps are served.
 MESSAGES_PER_ITERATION = 256
@@ -300,6 +309,11 @@ class Loop:
                     self.scheduler.images_ready(message)
             case KvMoved():
                 self.scheduler.kv_moved(message)
+            case KvPiece() | KvTaken():
+                self.health.worker_heard(message.index)
+                self.scheduler.kv_shipped(message)
+            case WorkerLeaves():
+                self.scheduler.worker_leaves(message)
             case AdapterLoaded() | AdapterFailed():
                 self._hear_of_adapter(message)
             case WeightsReport():
@@ -361,8 +375,10 @@ class Loop:
         work: list[tuple[int, ToWorker]] = []
         work += self.scheduler.next_batches()
         work += self.scheduler.next_steps()
-        # A step comes after the message about an adapter that its rows need.
-        return [*self.scheduler.adapters.take_messages(), *work, *self.scheduler.weights.take_messages()]
+        # A step comes after the message about an adapter that its rows need, and blocks are filled after the steps that
+        # may still write to them.
+        adapters = self.scheduler.adapters.take_messages()
+        return [*adapters, *work, *self.scheduler.next_shipments(), *self.scheduler.weights.take_messages()]
 
     def _send_results(self) -> None:
         # In the order in which they are numbered.
@@ -408,4 +424,8 @@ def _named(sent: ToWorker) -> str:
             return f"pass {sent.number}"
         case WeightsCommand():
             return f"a message about its weights ({sent.number})"
+        case ShipKv() | TakeKv():
+            return f"a piece of a KV cache ({sent.ticket})"
+        case Dismissal():
+            return "its dismissal"
     return f"a message about adapter {sent.handle}"

@@ -177,7 +177,7 @@ class OneShotLane:
             self._fail(request, error)
         built: list[tuple[int, OneShotWork]] = []
         for index, worker in self._requests.workers.items():
-            if worker.pools:
+            if worker.pools and not worker.leaving:
                 kinds = kinds_of(worker, wanted)
                 painting = worker.painting
                 batch = self._build(worker, kinds) if painting is None else self._build_pass(worker, painting)

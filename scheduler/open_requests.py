@@ -43,6 +43,8 @@ class OpenRequests:
             failed=0,
             finished=0,
             recovered=0,
+            handed_over=0,
+            shipped_tokens=0,
             adapter_loads=0,
             placed_tokens=0,
             saved_tokens=0,

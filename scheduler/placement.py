@@ -15,7 +15,6 @@ from scheduler.limits import Limits
 from scheduler.open_requests import OpenRequests
 from scheduler.placement_cost import Choice, Policy
 from scheduler.sequence import Sequence
-from scheduler.spill import Load
 from scheduler.waiting_queue import refusal
 from scheduler.workers import Worker
 
@@ -164,7 +163,7 @@ def _takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated:
 
 def _could_take(worker: Worker, requests: OpenRequests, sequence: Sequence) -> bool:
     """Whether a worker may run a sequence once it has room."""
-    if not worker.weights.ready:
+    if not worker.weights.ready or worker.leaving:
         return False
     if sequence.adapter is not None and worker.adapters.problem(sequence.adapter):
         return False
@@ -211,28 +210,34 @@ def _record_placement(
     requests.waiting.charge(sequence, len(sequence.tokens) - cached - awaited)
     alone = ", alone: two workers crashed with it" if isolated else ""
     alone += "; it waits until its adapter is read" if worker.rows.awaits_adapter[sequence.row] else ""
-    load = worker.load_of(sequence) if awaited else None
-    coming = (
-        f"are loaded from {worker.hello.spill_place}{_times(load)}"
-        if load
-        else "are being computed for another request"
-    )
+    coming = _coming(worker, sequence) if awaited else ""
     requests.record(
         sequence,
         f"admitted to worker {worker.hello.index} (epoch {worker.hello.epoch}), row {sequence.row}; "
         f"{cached} of {len(sequence.tokens)} tokens were cached"
-        f"{f', {awaited} more {coming}' if awaited else ''}"
+        f"{f', {awaited} more {coming}' if coming else ''}"
         f"{_comparison(choice, others)}{alone}",
         Stage.PLACED,
         worker.hello.index,
     )
 
 
-def _times(load: Load) -> str:
-    """The expected time of a load beside that of computing, as far as both were measured."""
-    if load.seconds is None or load.computing is None:
+def _coming(worker: Worker, sequence: Sequence) -> str:
+    """Where the tokens come from that a row waits for, in words."""
+    load = worker.spilled_rows.load_of(sequence.row)
+    if load is not None:
+        return f"are loaded from {worker.hello.spill_place}{_times(load.seconds, load.computing)}"
+    arrival = worker.arrivals.arrival_of(sequence.row)
+    if arrival is not None:
+        return f"are sent by worker {arrival.source.index}{_times(arrival.seconds, arrival.computing)}"
+    return "are being computed for another request"
+
+
+def _times(seconds: float | None, computing: float | None) -> str:
+    """The expected time of a copy beside that of computing, as far as both were measured."""
+    if seconds is None or computing is None:
         return ""
-    return f" (about {load.seconds * 1e3:.0f} ms; computing them takes {load.computing * 1e3:.0f} ms)"
+    return f" (about {seconds * 1e3:.0f} ms; computing them takes {computing * 1e3:.0f} ms)"
 
 
 def _comparison(choice: Choice, others: Items[Choice]) -> str:

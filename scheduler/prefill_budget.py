@@ -70,6 +70,10 @@ class PrefillBudget:
         """The measured time of a prompt's token; None while none is known."""
         return self._token
 
+    def block_seconds(self, block_size: int) -> float | None:
+        """The measured time of so many tokens of a prompt; None while none is known."""
+        return None if self._token is None else self._token * block_size
+
     def prompt_tokens(self, decoding: int, left: Sequence[int], step_tokens: int) -> int | None:
         """The most tokens of prompts beside `decoding` rows in decode; None for no limit.
 

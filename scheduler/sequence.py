@@ -23,6 +23,22 @@ from scheduler.adapter import Adapter
 from scheduler.prefix_cache import extend_hashes
 
 
+@dataclass(frozen=True, slots=True)
+class KvElsewhere:
+    """K and V of the first `tokens` tokens of a sequence, in `blocks` of a worker that it has left.
+
+    `index` and `epoch` are that worker's; `form` is its `WorkerHello.kv_form`, and `weights` the number of the version
+    by which they were computed.
+    """
+
+    index: int
+    epoch: int
+    blocks: list[int]
+    tokens: int
+    form: str
+    weights: int
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Where the request of `context` stands and runs.
@@ -66,6 +82,8 @@ class Sequence:
     # some of a later one, if `mixed`.
     weights: int = 0
     mixed: bool = False
+    # What it has on a worker that it has left, until it is placed elsewhere and that has come.
+    elsewhere: KvElsewhere | None = None
     # Name of the version that was published last, and all that were, by the number of generated tokens before.
     version: str = FIRST_VERSION
     versions: dict[int, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import GENERATE, KvMoved, PoolingTask, StepResult, WorkerHello, WorkerStatus
+from scheduler.arrivals import Arrival, Arrivals
 from scheduler.batches_in_flight import BatchesInFlight
 from scheduler.blocks import BlockPool
 from scheduler.image_rows import ImageRows
@@ -19,8 +20,9 @@ from scheduler.painting import Painting
 from scheduler.prefill_budget import PrefillBudget
 from scheduler.prefix_waits import Fill, PrefixWaits
 from scheduler.rows import RowTable
-from scheduler.sequence import Sequence
-from scheduler.spill import Load, Spill
+from scheduler.sequence import KvElsewhere, Sequence
+from scheduler.spill import Load
+from scheduler.spilled_rows import SpilledRows
 from scheduler.step_deadline import StepDeadline
 from scheduler.worker_adapters import WorkerAdapters
 from scheduler.worker_weights import WorkerWeights
@@ -48,11 +50,16 @@ class Worker:
         self.min_awaited_tokens = min_awaited_tokens
         self.prefill_budget = PrefillBudget()
         self.pool = BlockPool(hello.num_blocks)
-        # Blocks that it keeps beside its KV cache.
-        self.spill = Spill(hello.spill_slots if prefix_cache else 0, clock)
-        if self.spill.slots:
-            self.pool.on_reuse = lambda block, digest: self.spill.save(block, digest, self._block_seconds)
         self.rows = RowTable(min(hello.max_rows, max_running))
+        shape = hello.block_size, self.pool, self.rows, self.prefill_budget, clock
+        # Rows whose K and V come from beside the KV cache, and from other workers.
+        self.spilled_rows = SpilledRows(hello.spill_slots if prefix_cache else 0, *shape)
+        self.spill = self.spilled_rows.spill
+        self.arrivals = Arrivals(hello.kv_form, *shape)
+        # It is asked to end: it gets nothing more to compute, and its sequences go elsewhere.
+        self.leaving = False
+        # It was told that it may end.
+        self.dismissed = False
         self.prefix_waits = PrefixWaits(self.rows)
         self.in_flight = StepsInFlight(self.rows, StepDeadline(stall_seconds), clock)
         self.batches = BatchesInFlight(StepDeadline(stall_seconds), clock)
@@ -92,25 +99,26 @@ class Worker:
     def match_tokens(self, sequence: Sequence) -> tuple[int, int]:
         """Number of tokens of a waiting sequence that need no computing here, if it is placed now.
 
-        Those that are loaded for it are among them. The second number says what that costs: so many tokens could be
-        computed in the same time.
+        Those that are loaded for it, or sent from where it was, are among them. The second number says what that costs:
+        so many tokens could be computed in the same time.
         """
         sequence.begin_with(self.weights.number)
         shared = self._match(sequence)
+        coming = self.arrivals.find(sequence, len(shared))
+        if coming:
+            return (len(shared) + coming) * self.block_size, self.arrivals.cost(coming)
         fills = self._fills(sequence, len(shared))
         if fills:
             return (len(shared) + len(fills)) * self.block_size, 0
         spilled = len(self._spilled(sequence, len(shared)))
-        seconds = self.spill.expected_seconds(spilled) if spilled else None
-        computing = self.prefill_budget.token_seconds
-        cost = int(seconds / computing) if seconds and computing else 0
-        return (len(shared) + spilled) * self.block_size, cost
+        return (len(shared) + spilled) * self.block_size, self.spilled_rows.cost(spilled)
 
     def place(self, sequence: Sequence, replica: int, limit: int, spare: int) -> bool:
         """Give a waiting sequence a row, the blocks of all its tokens, and its adapter. False if there is no room.
 
         `spare` blocks are kept for the growth of the sequences that run already. Where another row is computing more of
-        its beginning, the row waits for that; where it lies beside the KV cache, until it is loaded.
+        its beginning, the row waits for that; where it lies beside the KV cache, until it is loaded; and where it lies
+        on a worker that the sequence has left, until it has come.
         """
         if self.rows.full:
             return False
@@ -120,8 +128,9 @@ class Worker:
         needed = -(-(len(sequence.tokens) + 1) // self.block_size)
         shared = self._match(sequence)
         cached = len(shared) * self.block_size
-        fills = self._fills(sequence, len(shared))
-        spilled = [] if fills else self._spilled(sequence, len(shared))
+        coming = self.arrivals.find(sequence, len(shared))
+        fills = [] if coming else self._fills(sequence, len(shared))
+        spilled = [] if coming or fills else self._spilled(sequence, len(shared))
         shared += [fill.block for fill in fills]
         fresh = needed - len(shared)
         if fresh + self.pool.unowned(shared) + (spare if self.rows.running else 0) > self.pool.available:
@@ -129,47 +138,58 @@ class Worker:
         self.pool.share(shared)
         slots = self.spill.hold(spilled)
         sequence.blocks = shared + self.pool.allocate(fresh)
-        if sequence.emitted == 0 and sequence.preemptions == 0:
+        if sequence.emitted == 0 and sequence.preemptions == 0 and sequence.elsewhere is None:
             sequence.queued_us = int((self._clock() - sequence.arrived) * 1e6)
         row = self.rows.take(sequence, replica, limit, cached, self.runs_alone(sequence))
         self.images.placed(sequence, cached)
         self.adapters.placed(sequence)
         self.joined.append(sequence)
         self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]
-        if fills:
+        if coming:
+            self.arrivals.expect(row, len(shared), coming)
+        elif fills:
             self.prefix_waits.wait(row, fills, len(shared) * self.block_size)
         elif slots:
-            self._load(row, len(shared), slots)
+            self.spilled_rows.load(row, len(shared), slots)
         else:
             self._begin_at(sequence, cached)
+        if not coming:
+            sequence.elsewhere = None
         # Those that report share few tokens of each step: a row that waited for one would be as slow.
         if self._computes_for_others(sequence) and not self.rows.report_end[row]:
             self.prefix_waits.announce(row, sequence.blocks, self._hashes(sequence), len(shared), self.block_size)
         return True
-
-    def load_of(self, sequence: Sequence) -> Load | None:
-        """The load that a running sequence waits for."""
-        row, version = sequence.row, self.rows.version[sequence.row]
-        return next((load for load in self.spill.loads() if (load.row, load.version) == (row, version)), None)
 
     def kv_moved(self, message: KvMoved) -> list[tuple[Sequence, Load, int, float]]:
         """Let rows run whose blocks are loaded. Returns their sequences, with the blocks and seconds of each load.
 
         What could not be loaded is computed. ValueError for a report that fits no order.
         """
-        told = []
-        for load, count, seconds in self.spill.answered(message):
-            row = load.row
-            if self.rows.version[row] == load.version and self.rows.awaited[row]:
-                sequence = self.rows.sequence(row)
-                tokens = (load.first + count) * self.block_size
-                self.rows.num_computed_tokens[row] = tokens
-                self.rows.awaited[row] = 0
-                self._register(row, tokens)
-                self._begin_at(sequence, tokens)
-                told.append((sequence, load, count, seconds))
-            self.pool.release(load.blocks)
-        return told
+        return [
+            (self._run_from(load.row, (load.first + count) * self.block_size), load, count, seconds)
+            for load, count, seconds in self.spilled_rows.moved(message)
+        ]
+
+    def end_arrival(self, arrival: Arrival) -> Sequence | None:
+        """Let a row run whose blocks have come, or some of them. Returns its sequence, if it still waits."""
+        waits = self.arrivals.has_owner(arrival)
+        tokens = self.arrivals.end(arrival)
+        if not waits:
+            return None
+        sequence = self._run_from(arrival.row, tokens)
+        sequence.elsewhere = None
+        return sequence
+
+    def give_away(self, row: int) -> Sequence:
+        """Take a sequence off a worker that leaves. Its blocks stay as they are: nothing more is computed here."""
+        sequence = self.rows.sequence(row)
+        tokens = int(self.rows.num_computed_tokens[row])
+        known = 0 if sequence.elsewhere is None else sequence.elsewhere.tokens
+        if self.hello.kv_form and tokens > known and not sequence.mixed and not sequence.images:
+            blocks = sequence.blocks[: -(-tokens // self.block_size)]
+            place = self.hello.index, self.hello.epoch, blocks
+            sequence.elsewhere = KvElsewhere(*place, tokens, self.hello.kv_form, sequence.weights)
+        return self.remove(row)
 
     def settle_waits(self) -> None:
         """Let rows run whose beginning the steps that were sent compute for others."""
@@ -179,9 +199,7 @@ class Worker:
     def take_orphans(self) -> list[Sequence]:
         """Take off the sequences that wait for blocks which nothing fills any more. They have computed nothing."""
         taken: list[Sequence] = []
-        if self.spill.late:
-            version = self.rows.version
-            taken += [self.remove(load.row) for load in self.spill.loads() if version[load.row] == load.version]
+        taken += [self.remove(row) for row in self.spilled_rows.late()]
         while orphans := self.prefix_waits.orphans():
             taken += [self.remove(row) for row in orphans]
         return taken
@@ -321,6 +339,7 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         waits = [wait[0] for wait in (self.in_flight.waited(), self.batches.waited()) if wait is not None]
+        spill = self.spill
         return WorkerStatus(
             device=self.hello.device,
             index=self.hello.index,
@@ -342,10 +361,10 @@ class Worker:
             tasks=self.hello.tasks,
             placed_tokens=self.placed_tokens,
             saved_tokens=self.saved_tokens,
-            spill_slots=self.spill.slots,
-            spill_used=self.spill.used,
-            spilled_blocks=self.spill.saved,
-            loaded_tokens=self.spill.loaded * self.block_size,
+            spill_slots=spill.slots,
+            spill_used=spill.used,
+            spilled_blocks=spill.saved,
+            loaded_tokens=spill.loaded * self.block_size,
         )
 
     def _make_room_ahead(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int32] | None:
@@ -383,21 +402,16 @@ class Worker:
         """Digests of blocks from index `first` on that are worth loading for the beginning of `sequence`."""
         if not self.spill.slots or not self._computes_for_others(sequence):
             return []
-        wanted = self._hashes(sequence)[first : sequence.reusable // self.block_size]
-        return self.spill.match(wanted, self._block_seconds)
+        return self.spilled_rows.find(self._hashes(sequence)[first : sequence.reusable // self.block_size])
 
-    def _load(self, row: int, first: int, slots: list[int]) -> None:
-        """Hold `row` until its blocks from index `first` on are loaded. They stay owned until then, whatever comes."""
-        blocks = self.rows.sequence(row).blocks[first : first + len(slots)]
-        self.pool.share(blocks)
-        self.spill.load(row, int(self.rows.version[row]), first, blocks, slots, self._block_seconds)
-        self.rows.awaited[row] = (first + len(slots)) * self.block_size
-
-    @property
-    def _block_seconds(self) -> float | None:
-        """The measured time of computing a block of a prompt."""
-        token = self.prefill_budget.token_seconds
-        return None if token is None else token * self.block_size
+    def _run_from(self, row: int, tokens: int) -> Sequence:
+        """Let a row run whose first `tokens` tokens have come."""
+        sequence = self.rows.sequence(row)
+        self.rows.num_computed_tokens[row] = tokens
+        self.rows.awaited[row] = 0
+        self._register(row, tokens)
+        self._begin_at(sequence, tokens)
+        return sequence
 
     def _computes_for_others(self, sequence: Sequence) -> bool:
         """Whether others may wait for the blocks of a sequence, and it for theirs."""
@@ -405,7 +419,7 @@ class Worker:
 
     def _begin_at(self, sequence: Sequence, cached: int) -> None:
         """Note that the first `cached` tokens of a sequence need no computing."""
-        if sequence.emitted == 0 and sequence.preemptions == 0:
+        if sequence.emitted == 0 and sequence.preemptions == 0 and sequence.elsewhere is None:
             sequence.cached_tokens = sequence.context.cached_prefix_length = cached
         sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         self.placed_tokens += len(sequence.tokens)

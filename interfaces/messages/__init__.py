@@ -4,9 +4,10 @@ API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Or
 `WeightsOrder`, `Inquiry`, `DecisionsInquiry` one way, `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`,
 `SessionAnswer`, `AdapterAnswer`, `WeightsAnswer`, `InquiryAnswer`, `DecisionsAnswer` the other.
 
-Scheduler <-> worker: `Step`, `Batch`, `PixelStep`, `LoadAdapter`, `DropAdapter`, `WeightsCommand`, `Retire`, `Ping`,
-`Welcome`, `Refusal` one way, `WorkerHello`, `StepResult`, `Ready`, `KvMoved`, `BatchResult`, `PixelResult`,
-`AdapterLoaded`, `AdapterFailed`, `WeightsReport`, `WorkerGoodbye` the other.
+Scheduler <-> worker: `Step`, `Batch`, `PixelStep`, `ShipKv`, `TakeKv`, `LoadAdapter`, `DropAdapter`, `WeightsCommand`,
+`Dismissal`, `Retire`, `Ping`, `Welcome`, `Refusal` one way, `WorkerHello`, `StepResult`, `Ready`, `KvMoved`, `KvPiece`,
+`KvTaken`, `BatchResult`, `PixelResult`, `AdapterLoaded`, `AdapterFailed`, `WeightsReport`, `WorkerLeaves`,
+`WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -48,7 +49,7 @@ from interfaces.messages.api import (
     WorkerStatus,
 )
 from interfaces.messages.decisions import Decision, DecisionsAnswer, DecisionsInquiry, Stage
-from interfaces.messages.kv_moves import KvMoved
+from interfaces.messages.kv_moves import Dismissal, KvMoved, KvPiece, KvTaken, ShipKv, TakeKv, WorkerLeaves
 from interfaces.messages.pixels import PixelJoin, PixelPreview, PixelResult, PixelStep
 from interfaces.messages.sessions import (
     SESSION_MEDIA_BYTES,
@@ -124,6 +125,7 @@ __all__ = [
     "DecisionsAnswer",
     "DecisionsInquiry",
     "Detach",
+    "Dismissal",
     "DropAdapter",
     "Finish",
     "Goodbye",
@@ -133,6 +135,8 @@ __all__ = [
     "InquiryAnswer",
     "Join",
     "KvMoved",
+    "KvPiece",
+    "KvTaken",
     "LoadAdapter",
     "Message",
     "Order",
@@ -153,11 +157,13 @@ __all__ = [
     "SessionAnswer",
     "SessionMedium",
     "SessionOrder",
+    "ShipKv",
     "Stage",
     "Status",
     "Step",
     "StepResult",
     "Submit",
+    "TakeKv",
     "TensorSpec",
     "Unknown",
     "Vectors",
@@ -172,6 +178,7 @@ __all__ = [
     "Welcome",
     "WorkerGoodbye",
     "WorkerHello",
+    "WorkerLeaves",
     "WorkerStatus",
 ]
 

@@ -55,6 +55,7 @@ class WorkerHello:
     A worker of another machine has a `name` of its own, and asks for an index and an epoch with UNREGISTERED as its
     epoch; its `index` is then the one that it wants, or below 0. `facts` are what must be equal in all workers of a
     scheduler, in words, by the name of the field. `codec` describes what turns the model's speech tokens into sound.
+    Workers with an equal `kv_form` can use the bytes of each other's blocks, `block_bytes` each; empty: none can.
     """
 
     device: str
@@ -92,6 +93,8 @@ class WorkerHello:
     codec: CodecFacts | None = None
     spill_slots: int = 0
     spill_place: str = ""
+    kv_form: str = ""
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

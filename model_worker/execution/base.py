@@ -23,6 +23,7 @@ from model_worker.drafters.several import Drafters
 from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
 from model_worker.kv_spill.mover import KvMover
+from model_worker.kv_spill.shipper import KvShipper
 from model_worker.model import TakeResiduals
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampling.sampler import Sampled, SamplerRows
@@ -92,6 +93,8 @@ class RunningRows:
         self.adapters: AdapterLoads | None = None
         # Keeps blocks beside the KV cache; None: none are kept.
         self.moves: KvMover | None = None
+        # Sends blocks to other workers; None: none are sent.
+        self.shipper: KvShipper | None = None
         self.gives_hidden_states = gives_hidden_states
         # None: nothing is guessed.
         self.drafters: Drafters | None = None

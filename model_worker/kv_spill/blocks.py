@@ -40,7 +40,10 @@ class Blocks(Protocol):
         ...
 
     def copy_in(self, blocks: NDArray[np.int32], data: NDArray[np.uint8], after: Mark) -> None:
-        """Write the bytes to the blocks, and return when they are there. For a thread beside the steps' own."""
+        """Write the bytes [blocks, bytes of a block] to the blocks, and return when they are there.
+
+        For a thread beside the steps' own.
+        """
         ...
 
 
@@ -102,7 +105,7 @@ class DeviceBlocks:
         after.wait()
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             index = upload(blocks.astype(np.int64), self._device)
-            here = upload(data, self._device)
+            here = upload(np.require(data, requirements="W"), self._device)
             at = 0
             for part in self._memory():
                 part.index_copy_(0, index, here[:, at : at + part.shape[1]])

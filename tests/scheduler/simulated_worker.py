@@ -11,7 +11,21 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Join, KvMoved, Step, StepResult, TokenRuns, WorkerHello, decode, encode
+from interfaces import (
+    Join,
+    KvMoved,
+    KvPiece,
+    KvTaken,
+    ShipKv,
+    Step,
+    StepResult,
+    TakeKv,
+    TokenRuns,
+    WorkerHello,
+    decode,
+    encode,
+    mapped,
+)
 
 VOCAB = 997
 EMPTY = -7
@@ -59,7 +73,11 @@ class SimulatedWorker:
             guesses=True,
             spill_slots=spill_slots,
             spill_place="the test's disk",
+            kv_form="simulated",
+            block_bytes=8 * block_size,
         )
+        # Share of pieces that are lost.
+        self.losing = 0.0
         self.moves = Moves(self, spill_slots)
         self.memory = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.tables: dict[int, dict[int, int]] = {}
@@ -103,6 +121,18 @@ class SimulatedWorker:
             device_us=1,
             more=TokenRuns.of(right) if right else None,
         )
+
+    def ship(self, sent: ShipKv | TakeKv) -> KvPiece | KvTaken:
+        """Send blocks, or fill them."""
+        order = decode(encode(sent))
+        whose = order.incarnation, order.epoch, self.hello.index, order.ticket
+        lost = self._random.random() < self.losing
+        if isinstance(order, ShipKv):
+            data = self.memory[order.blocks].reshape(-1).view(np.uint8)
+            return KvPiece(*whose, np.empty(0, np.uint8) if lost else data)
+        if not lost:
+            self.memory[order.blocks] = mapped(order.data).view(np.int64).reshape(len(order.blocks), -1)
+        return KvTaken(*whose, not lost)
 
     def _compute(self, row: int, count: int) -> tuple[int, int] | None:
         tokens, table, size = self.tokens[row], self.tables[row], self.hello.block_size

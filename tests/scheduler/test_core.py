@@ -5,12 +5,26 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, RequestID, SamplingParams, Step, Submit, TextContext, decode, encode
+from interfaces import (
+    Dismissal,
+    Finish,
+    RequestID,
+    SamplingParams,
+    ShipKv,
+    Step,
+    Submit,
+    TakeKv,
+    TextContext,
+    WorkerLeaves,
+    decode,
+    encode,
+)
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
 from tests.scheduler.clock import Clock
@@ -32,7 +46,8 @@ class Yard:
         self.random = random.Random(seed)
         self._seconds = random.Random(seed)
         self.workers: dict[int, SimulatedWorker] = {}
-        self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        # Messages for workers; most of them are steps.
+        self.in_flight: dict[int, deque[Any]] = defaultdict(deque)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, int] = {}
         self.cached: dict[int, int] = {}
@@ -51,20 +66,25 @@ class Yard:
         params = SamplingParams(seed=handle, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
         self.scheduler.submit(REPLICA, Submit(handle, TextContext.from_prompt(prompt, params)))
 
+    def leave(self, index: int) -> None:
+        """A worker is asked to end."""
+        self.scheduler.worker_leaves(WorkerLeaves(index, self.workers[index].hello.epoch))
+
     def cancel(self, handle: int) -> None:
         self.scheduler.cancel(REPLICA, [handle])
 
     def turn(self) -> bool:
         """One turn of the loop and one answer of a random worker; False when nothing is left to do."""
         for index, step in self.scheduler.next_steps():
-            assert len(self.in_flight[index]) < self.scheduler.limits.steps_in_flight
+            steps = sum(isinstance(message, Step) for message in self.in_flight[index])
+            assert steps < self.scheduler.limits.steps_in_flight
             self.in_flight[index].append(step)
+        for index, message in self.scheduler.next_shipments():
+            self.in_flight[index].append(message)
         busy = [index for index in self.workers if self.in_flight[index]]
         if busy:
             index = self.random.choice(busy)
-            result = self.workers[index].run(self.in_flight[index].popleft())
-            self.clock.advance(self._seconds.uniform(0.01, 0.02))
-            self.scheduler.step_result(decode(encode(result)))
+            self._deliver(index, self.in_flight[index].popleft())
         moving = [worker for worker in self.workers.values() if worker.moves.pending]
         if moving:
             moved = self.random.choice(moving).moves.move(most=self.random.randint(0, 6))
@@ -73,6 +93,20 @@ class Yard:
         self._read_results()
         self.check_blocks()
         return bool(busy or moving)
+
+    def _deliver(self, index: int, message: Step | ShipKv | TakeKv | Dismissal) -> None:
+        match message:
+            case Step():
+                result = self.workers[index].run(message)
+                self.clock.advance(self._seconds.uniform(0.01, 0.02))
+                self.scheduler.step_result(decode(encode(result)))
+            case ShipKv() | TakeKv():
+                answer = self.workers[index].ship(message)
+                self.clock.advance(0.001)
+                self.scheduler.kv_shipped(decode(encode(answer)))
+            case Dismissal():
+                del self.workers[index]
+                self.scheduler.lose_worker(index, "said goodbye", blamed=False)
 
     def drain(self) -> None:
         for _ in range(100_000):
@@ -103,9 +137,12 @@ class Yard:
             for load in worker.spill.loads():
                 for block in load.blocks:
                     owners[block] += 1
+            for arrival in worker.arrivals.open:
+                for block in arrival.blocks:
+                    owners[block] += 1
             assert owners == worker.pool._owners
             assert worker.pool.used == sum(count > 0 for count in owners)
-            if not worker.prefix_cache:
+            if not worker.prefix_cache and not worker.arrivals.open:
                 assert max(owners) <= 1
 
 

@@ -1,0 +1,169 @@
+"""Rows of one worker whose K and V lie on another one, which they have left: they wait until these have come.
+
+A sequence whose worker leaves is placed elsewhere with what it has there, where that takes less time than to compute
+it; both are measured. Its blocks come in pieces, in their order (`shipping.py` has the messages). What does not come is
+computed. Blocks that are being filled stay owned until the worker has answered, whatever becomes of the row.
+Knows rows and blocks of this worker, and numbers of blocks of others. Does not know requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.blocks import BlockPool
+from scheduler.prefill_budget import PrefillBudget
+from scheduler.rows import RowTable
+from scheduler.sequence import KvElsewhere, Sequence
+
+# Fewer blocks are computed: each piece waits for the steps in flight.
+LEAST_BLOCKS = 2
+# What takes longer than this is not waited for; nor what takes so many times as long as to compute it.
+MOST_SECONDS = 10.0
+MOST_TIMES = 2.0
+# Weight of the time of a piece among those before it.
+_WEIGHT = 0.5
+# A time by which sending does not pay is believed a little less each time, so that it is measured again one day.
+_FORGETTING = 0.98
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """Blocks of a row, from index `first` on, that get what blocks `theirs` of another worker hold.
+
+    Then the K and V of `tokens` tokens are there. `version` is the row's. `seconds` is the time that it is expected to
+    take, and `computing` that of computing them. `asked` of the blocks were asked for, and `there` have come.
+    """
+
+    row: int
+    version: int
+    first: int
+    tokens: int
+    source: KvElsewhere
+    theirs: list[int]
+    blocks: list[int]
+    began: float
+    seconds: float | None
+    computing: float | None
+    asked: int = 0
+    there: int = 0
+    # Nothing more is asked for.
+    cut: bool = False
+
+
+class Arrivals:
+    """The arrivals under way, oldest first. Blocks have the form `kv_form`; nothing comes where that is empty."""
+
+    def __init__(
+        self,
+        kv_form: str,
+        block_size: int,
+        pool: BlockPool,
+        rows: RowTable,
+        prefill_budget: PrefillBudget,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.open: list[Arrival] = []
+        # Blocks that have come until now.
+        self.blocks = 0
+        self._form = kv_form
+        self._block_size = block_size
+        self._pool = pool
+        self._rows = rows
+        self._prefill_budget = prefill_budget
+        self._clock = clock
+        self._block_seconds: float | None = None
+
+    def find(self, sequence: Sequence, first: int) -> int:
+        """How many blocks of a sequence, from index `first` on, are worth sending from where it was."""
+        elsewhere = sequence.elsewhere
+        if elsewhere is None or not self._form or elsewhere.form != self._form:
+            return 0
+        if elsewhere.weights != sequence.weights:
+            return 0
+        count = -(-self._tokens(sequence, elsewhere) // self._block_size) - first
+        return count if count >= LEAST_BLOCKS and self._pays(count) else 0
+
+    def cost(self, blocks: int) -> int:
+        """So many tokens could be computed in the time in which so many blocks come."""
+        seconds = self._expected_seconds(blocks) if blocks else None
+        computing = self._prefill_budget.token_seconds
+        return int(seconds / computing) if seconds and computing else 0
+
+    def expect(self, row: int, first: int, count: int) -> None:
+        """Hold `row` until `count` of its blocks from index `first` on have come."""
+        sequence = self._rows.sequence(row)
+        elsewhere = sequence.elsewhere
+        if elsewhere is None:
+            raise ValueError(f"row {row} has nothing elsewhere")
+        blocks = sequence.blocks[first : first + count]
+        self._pool.share(blocks)
+        tokens = min(self._tokens(sequence, elsewhere), (first + count) * self._block_size)
+        computing = self._prefill_budget.block_seconds(self._block_size)
+        arrival = Arrival(
+            row=row,
+            version=int(self._rows.version[row]),
+            first=first,
+            tokens=tokens,
+            source=elsewhere,
+            theirs=elsewhere.blocks[first : first + count],
+            blocks=blocks,
+            began=self._clock(),
+            seconds=self._expected_seconds(count),
+            computing=None if computing is None else computing * count,
+        )
+        self.open.append(arrival)
+        self._rows.awaited[row] = tokens
+
+    def arrival_of(self, row: int) -> Arrival | None:
+        """The arrival that a row waits for."""
+        version = self._rows.version[row]
+        return next((each for each in self.open if (each.row, each.version) == (row, version)), None)
+
+    def has_owner(self, arrival: Arrival) -> bool:
+        """Whether the row still waits."""
+        return bool(self._rows.version[arrival.row] == arrival.version)
+
+    def pays_on(self, arrival: Arrival) -> bool:
+        """Whether it is right to wait on: it takes neither too long, nor longer than to compute the rest."""
+        taken = self._clock() - arrival.began
+        if taken > MOST_SECONDS or (arrival.computing and taken > max(1.0, MOST_TIMES * arrival.computing)):
+            return False
+        left = len(arrival.blocks) - arrival.asked
+        computing = self._prefill_budget.block_seconds(self._block_size)
+        if not arrival.there or not left or computing is None or self._block_seconds is None:
+            return True
+        return self._block_seconds < computing
+
+    def learn(self, blocks: int, seconds: float) -> None:
+        """Learn from a piece that has come."""
+        self.blocks += blocks
+        before = self._block_seconds
+        weight = 1.0 if before is None else _WEIGHT
+        self._block_seconds = (before or 0.0) + weight * (seconds / blocks - (before or 0.0))
+
+    def end(self, arrival: Arrival) -> int:
+        """End an arrival. Returns how many tokens of its sequence have their K and V now."""
+        self.open.remove(arrival)
+        self._pool.release(arrival.blocks)
+        return min(arrival.tokens, (arrival.first + arrival.there) * self._block_size)
+
+    @staticmethod
+    def _tokens(sequence: Sequence, elsewhere: KvElsewhere) -> int:
+        return min(elsewhere.tokens, sequence.reusable)
+
+    def _expected_seconds(self, blocks: int) -> float | None:
+        """The time until so many more blocks are here, behind those under way; None while nothing is measured."""
+        if self._block_seconds is None:
+            return None
+        return self._block_seconds * (blocks + sum(len(each.blocks) - each.there for each in self.open))
+
+    def _pays(self, blocks: int) -> bool:
+        """Whether sending is quicker than computing, as far as both are known."""
+        expected = self._expected_seconds(blocks)
+        computing = self._prefill_budget.block_seconds(self._block_size)
+        if expected is None or computing is None or expected < blocks * computing:
+            return True
+        self._block_seconds = _FORGETTING * (self._block_seconds or 0.0)
+        return False
