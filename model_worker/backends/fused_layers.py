@@ -1,8 +1,8 @@
 """The layers of a decoder on a GPU in ten launches each: four products, attention, and kernels for all between them.
 
-For models of the form that decoder_form.py knows, of plain linear modules. Parameters stay those of the modules, which
-compute what this does not take: adapters, and tokens that see later ones. Knows how a batch and the cache are put to
-kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to find out.
+For models of the form that decoder_form.py knows, of linear modules that are plain or in FP8. Parameters stay those of
+the modules, which compute what this does not take: adapters, and tokens that see later ones. Knows how a batch and the
+cache are put to kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to find out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model_worker.attention import AttentionBackend
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.decoder_form import GEMMA, LayerForm, Part, decoder_form, epsilon_of, require
 from model_worker.kv_cache import AttentionParams, KVCache
@@ -50,7 +51,8 @@ class FusedLayers:
         require(widths in (set(), {(form.shape.k_dim,)}), "it normalises queries and keys across heads")
         linears = [part.linear for layer in form.layers for part in layer.parts]
         plain = all(type(linear) is nn.Linear and linear.weight.dtype == loaded.dtype for linear in linears)
-        require(plain, "its linear layers are no plain ones of one type")
+        in_fp8 = all(type(linear) is Fp8Linear for linear in linears)
+        require(plain or in_fp8, "its linear layers are neither plain ones of one type nor all in FP8")
         self._form = form
         self._norm = _norm_form(norms, self._epsilon)
         self._activation = _activation([layer.activation for layer in form.layers])

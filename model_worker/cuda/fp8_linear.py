@@ -37,15 +37,19 @@ class Fp8Linear(nn.Module):
         return self.codes.float() * self.scales.t()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        scales = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
-        # A value that rounds beyond the largest number would be NaN.
-        codes = (rows.float() / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-        out = torch._scaled_mm(codes, self.codes.t(), scale_a=scales, scale_b=self.scales, out_dtype=torch.bfloat16)
-        out = out.to(x.dtype)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.reshape(*x.shape[:-1], self.out_features)
+        return fp8_product(x, self.codes, self.scales, self.bias)
+
+
+def fp8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply `x` [..., in] by a weight e4m3 [out, in] with scales f32[1, out], and add a bias [out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    of_rows = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
+    # A value that rounds beyond the largest number would be NaN.
+    rounded = (rows.float() / of_rows).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    out = torch._scaled_mm(rounded, codes.t(), scale_a=of_rows, scale_b=scales, out_dtype=torch.bfloat16).to(x.dtype)
+    if bias is not None:
+        out = out + bias
+    return out.reshape(*x.shape[:-1], len(codes))
 
 
 def unsupported(device: torch.device) -> str:

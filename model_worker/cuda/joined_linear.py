@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from model_worker.cuda.fp8_linear import Fp8Linear, fp8_product
+
 
 class JoinedLinear:
     """One product with the weights of several modules, whose parameters become parts of one piece of memory.
@@ -18,29 +20,33 @@ class JoinedLinear:
     modules' weights away has taken all.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear] | Sequence[Fp8Linear]) -> None:
         """The modules have equal inputs, one dtype, and all of them a bias or none."""
         self._first = linears[0]
         self._outputs = sum(linear.out_features for linear in linears)
         if len(linears) > 1:
-            _lay_together([linear.weight for linear in linears])
-            if self._first.bias is not None:
-                _lay_together([linear.bias for linear in linears])
+            parts = [list(linear.parameters(recurse=False)) for linear in linears]
+            for parameters in zip(*parts, strict=True):
+                _lay_together(parameters)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the outputs of all modules, side by side."""
-        weight = self._first.weight
-        bias = self._first.bias
-        whole = weight.as_strided((self._outputs, weight.shape[1]), (weight.shape[1], 1))
-        added = None if bias is None else bias.as_strided((self._outputs,), (1,))
-        return nn.functional.linear(x, whole, added)
+        first = self._first
+        added = None if first.bias is None else first.bias.as_strided((self._outputs,), (1,))
+        if isinstance(first, Fp8Linear):
+            return fp8_product(x, self._whole(first.codes), first.scales.as_strided((1, self._outputs), (1, 1)), added)
+        return nn.functional.linear(x, self._whole(first.weight), added)
+
+    def _whole(self, weight: Tensor) -> Tensor:
+        return weight.as_strided((self._outputs, weight.shape[1]), (weight.shape[1], 1))
 
 
 def _lay_together(parameters: Sequence[Tensor]) -> None:
-    """Put parameters one after the other, along their first dimension."""
+    """Put parameters one after the other, along the dimension of outputs: their first one, or that of a row's."""
+    outputs = 1 if parameters[0].shape[0] == 1 else 0
     with torch.no_grad():
-        whole = torch.cat([parameter.detach() for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        parameter.data = whole[start : start + parameter.shape[0]]
-        start += parameter.shape[0]
+        whole = torch.cat([parameter.detach() for parameter in parameters], outputs)
+    for parameter, part in zip(
+        parameters, whole.split([one.shape[outputs] for one in parameters], outputs), strict=True
+    ):
+        parameter.data = part

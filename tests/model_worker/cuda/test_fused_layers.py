@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from model_worker.backends import fused_layers
 from model_worker.backends.fused_layers import FusedLayers
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.loading import verify
 from model_worker.loading.gpu_layers import check_steps, fuse_layers
 from model_worker.loading.load import load_model
@@ -78,6 +79,32 @@ def test_a_model_gives_the_logits_of_its_modules(family: str, tmp_path_factory: 
     torch.testing.assert_close(states, expected, rtol=1e-3, atol=1e-4)
     for one, other in zip(layers.cache.k + layers.cache.v, modules.cache.k + modules.cache.v, strict=True):
         torch.testing.assert_close(one[:12], other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_weights_in_fp8_are_joined_too(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rounding differs where queries, keys and values differ by a bit, so models are compared as a whole."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} if family != "phi3" else {}
+    loaded = load(family, tmp_path_factory.getbasetemp(), seed=7, **sizes)
+    for layer in list(loaded.attention.layer_of):
+        block: Any = layer
+        for name, linear in list(block.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(block, name, in_fp8(linear))
+    for module in list(loaded.model.modules()):
+        if type(module).__name__.endswith("MLP"):
+            for name, linear in list(module.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(module, name, in_fp8(linear))
+    layers, modules = ModelRunner(with_layers(loaded), 12, SIZE), ModelRunner(loaded, 12, SIZE, "reference")
+    batch = step(np.random.default_rng(), [13, 1, 5], [0, 0, 0], [12, 13, 18])
+    got, want = layers.backend.logits(batch), modules.backend.logits(batch)
+    assert verify.median_error(got, want) < 0.05
+
+
+def in_fp8(linear: nn.Linear) -> Fp8Linear:
+    scales = linear.weight.detach().abs().amax(1) / 448
+    return Fp8Linear((linear.weight.detach() / scales[:, None]).to(torch.float8_e4m3fn), scales, linear.bias)
 
 
 @pytest.mark.parametrize(
