@@ -29,6 +29,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_accelerate_available
 
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.cpu.gemm.embedding import has_table, keep_encoded
@@ -91,11 +92,15 @@ def load_weights(
         in_fp8 = device.type == "cuda" and scheme.rounds_inputs and _multiplies_fp8(device, architecture)
         kept = (lazily, in_fp8)
         return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, *kept)
+    # Without accelerate all weights are in the host's memory first.
+    straight = device.type != "cpu" and is_accelerate_available()
+    placed = {"device_map": {"": device}} if straight else {}
     try:
         model, info = auto.from_pretrained(
             source,
             config=config,
             dtype=dtype,
+            **placed,
             **attention,
             use_safetensors=True,
             trust_remote_code=False,

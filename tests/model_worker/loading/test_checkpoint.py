@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
-from model_worker.loading import checkpoint
+from model_worker.loading import checkpoint, weights
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel, ModelRefused, max_position_of
 from model_worker.runner import ModelRunner
@@ -398,3 +398,27 @@ def test_indexes_of_shards_are_checked(directory: Path, tmp_path: Path) -> None:
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelRefused, match=r"it is an adapter .* serve its base some/base"):
         load(path)
+
+
+@pytest.mark.parametrize("has_accelerate", [True, False])
+def test_weights_are_read_straight_to_a_gpu(
+    has_accelerate: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU stands for the GPU that transformers is asked to read to."""
+    path = tiny_model("llama", tmp_path_factory.getbasetemp())
+    read = AutoModelForCausalLM.from_pretrained
+    asked: list[Any] = []
+
+    def reads(source: Path, **options: Any) -> Any:
+        asked.append(options.pop("device_map", None))
+        return read(source, **options, **({"device_map": {"": "cpu"}} if asked[-1] else {}))
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reads)
+    monkeypatch.setattr(weights, "is_accelerate_available", lambda: has_accelerate)
+    gpu = torch.device("cuda:1")
+    model = weights.load_weights(path, checkpoint.read_config(path), "Llama", "auto", gpu)
+    assert asked == [{"": gpu} if has_accelerate else None]
+    want = load_file(path / "model.safetensors")
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in want.items() if name in found)
+    assert len(found) == len(want)
