@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from model_worker.model import LoadedModel
     from model_worker.runner import ModelRunner
     from model_worker.sampling.sampler import SamplerRows
+    from model_worker.speech.clip_thread import ClipThread
     from model_worker.tensor_parallel.start import Group
     from model_worker.vision.encode_queue import EncodeQueue
     from model_worker.weights.commands import WeightsCommands
@@ -101,13 +102,13 @@ def main() -> None:
             )
             engine, hello, compilation, weights = built
             beside = engine.encoding, engine.adapters, weights
-            speaking, hello = with_codec(
+            speaking, hello, clips = with_codec(
                 engine, hello, settings.model, not arguments.connect, phases.tensors, settings.voice_clips
             )
             trouble = None if group is None else group.trouble
             last = index_file, trouble, engine.moves
             worker = partial(
-                serve, speaking, hello, endpoint, keys, compilation, *beside, *last, shipper=engine.shipper
+                serve, speaking, hello, endpoint, keys, compilation, *beside, *last, shipper=engine.shipper, clips=clips
             )
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
@@ -386,6 +387,7 @@ def serve(
     trouble: Callable[[], str] | None = None,
     moves: KvMover | None = None,
     shipper: KvShipper | None = None,
+    clips: ClipThread | None = None,
 ) -> None:
     """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels.
 
@@ -398,7 +400,7 @@ def serve(
     def superseded() -> bool:
         return compilation is not None and compilation.done
 
-    beside = encoding, adapters, weights, index_file, trouble, moves, shipper
+    beside = encoding, adapters, weights, index_file, trouble, moves, shipper, clips
     loop = Loop(engine, hello, endpoint, keys, superseded, *beside)
     signal.signal(signal.SIGTERM, lambda *_: loop.leave())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import zmq
@@ -58,6 +58,9 @@ from shared import phases
 from shared.endpoints import remote_identity, worker_identity
 from shared.sockets import connect_dealer, same_host
 
+if TYPE_CHECKING:
+    from model_worker.speech.clip_thread import ClipThread
+
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
@@ -91,7 +94,9 @@ class Runner(Protocol):
     @property
     def counters(self) -> Counters: ...
 
-    def begin(self, message: Any) -> Launched: ...
+    def begin(self, message: Any) -> Launched | None:
+        """Launch a message. None where its result comes from what computes beside the steps."""
+        ...
 
     def rest(self) -> None:
         """Do work that takes seconds. Called when there is nothing to compute."""
@@ -139,8 +144,10 @@ class Loop:
         trouble: Callable[[], str] | None = None,
         moves: KvMover | None = None,
         shipper: KvShipper | None = None,
+        clips: ClipThread | None = None,
     ) -> None:
-        """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read.
+        """`encoding` are the images that are being encoded beside the steps, and `clips` those of voices; `adapters`
+        are read.
         `moves` are blocks that go to a place beside the KV cache, and come back; `shipper` sends them to other workers.
 
         The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why the
@@ -170,7 +177,7 @@ class Loop:
         self._poller.register(self._socket, zmq.POLLIN)
         if encoding is not None:
             self._poller.register(encoding.fileno(), zmq.POLLIN)
-        workers: tuple[Beside | None, ...] = adapters, weights, moves, shipper
+        workers: tuple[Beside | None, ...] = adapters, weights, moves, shipper, clips
         self._beside = [each for each in workers if each is not None]
         for each in self._beside:
             self._poller.register(each.fileno(), zmq.POLLIN)
@@ -234,7 +241,9 @@ class Loop:
                     self._incarnation = step.incarnation
                     if self._encoding is not None:
                         self._encoding.step_began()
-                    self._pending.append(self._engine.begin(step))
+                    launched = self._engine.begin(step)
+                    if launched is not None:
+                        self._pending.append(launched)
                 self._answer(leave=0 if step is None else 1)
             self._answer(leave=0)
             self._send_goodbye("" if self._trouble is None else self._trouble())

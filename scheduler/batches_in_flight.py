@@ -6,6 +6,7 @@ small batches lose little there. Knows pieces and seconds of one worker.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, deque
@@ -50,7 +51,13 @@ class BatchInFlight:
 class BatchesInFlight:
     """The batches without results, oldest first."""
 
-    def __init__(self, deadline: StepDeadline, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        deadline: StepDeadline,
+        clock: Callable[[], float] = time.monotonic,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        """`numbers` are those of batches, which others on the worker may share."""
         self.batches: deque[BatchInFlight] = deque()
         # Batches answered.
         self.answered = 0
@@ -59,7 +66,7 @@ class BatchesInFlight:
         # Steps that the worker had answered when the last batch was sent.
         self.steps_before = -1
         self.last_result = clock()
-        self._last_number = 0
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._token_seconds: float | None = None
         self._deadline = deadline
         self._clock = clock
@@ -95,16 +102,19 @@ class BatchesInFlight:
     def add(self, pieces: Sequence[Piece], steps_answered: int) -> BatchInFlight:
         """Count a batch as sent, after the worker has answered so many steps."""
         self.steps_before = steps_answered
-        self._last_number += 1
         tokens = sum(piece.tokens for piece in pieces)
         cost = sum(piece.cost for piece in pieces)
-        batch = BatchInFlight(self._last_number, list(pieces), tokens, cost, self._clock())
+        batch = BatchInFlight(next(self._numbers), list(pieces), tokens, cost, self._clock())
         self.batches.append(batch)
         return batch
 
+    def has(self, number: int) -> bool:
+        """Whether the oldest batch has this number."""
+        return bool(self.batches) and self.batches[0].number == number
+
     def take(self, number: int) -> tuple[BatchInFlight, float]:
         """The batch that has this result, and the seconds it took. ValueError if the oldest one has another number."""
-        if not self.batches or self.batches[0].number != number:
+        if not self.has(number):
             raise ValueError(f"result of batch {number} answers no batch in flight")
         batch = self.batches.popleft()
         self.answered += 1

@@ -24,13 +24,14 @@ from interfaces import (
     PixelStep,
     PooledValues,
     PoolingContext,
+    PoolingTask,
     RequestError,
     Stage,
     Submit,
 )
 from scheduler import placement
 from scheduler.adapter import Adapter
-from scheduler.batches_in_flight import BATCH_SECONDS, MIN_BATCH_TOKENS
+from scheduler.batches_in_flight import BATCH_SECONDS, MIN_BATCH_TOKENS, BatchesInFlight
 from scheduler.limits import Limits
 from scheduler.oneshot_adapters import gone, kinds_of, unusable
 from scheduler.oneshot_queue import OneShotQueue
@@ -45,6 +46,8 @@ from scheduler.workers import Worker
 SECONDS_BESIDE_ROWS = 0.02
 # Numbers in the values of one batch: 128 MiB.
 MAX_VALUES = 1 << 25
+# What a worker computes beside its steps and other batches, one text at a time.
+_BESIDE = frozenset({str(PoolingTask.ENCODE_SPEECH)})
 
 
 OneShotWork = Batch | PixelStep
@@ -169,7 +172,8 @@ class OneShotLane:
     # Workers
 
     def next_batches(self) -> list[tuple[int, OneShotWork]]:
-        """Build at most one batch, or pass over images, for each worker that has room for one in flight."""
+        """Build at most one batch, or pass over images, for each worker that has room for one in flight, and one that
+        it computes beside them."""
         if self._unchecked and self._requests.workers:
             self._check_waiting()
         wanted = self._queue.adapters
@@ -181,8 +185,8 @@ class OneShotLane:
                 kinds = kinds_of(worker, wanted)
                 painting = worker.painting
                 batch = self._build(worker, kinds) if painting is None else self._build_pass(worker, painting)
-                if batch is not None:
-                    built.append((index, batch))
+                beside = self._build_beside(worker, kinds)
+                built += [(index, work) for work in (batch, beside) if work is not None]
         return built
 
     def result(self, worker: Worker, result: OneShotResult) -> None:
@@ -190,8 +194,11 @@ class OneShotLane:
         if isinstance(result, PixelResult):
             self._pass_result(worker, result)
             return
-        batch, seconds = worker.batches.take(result.number)
-        worker.in_flight.grant_grace()
+        if worker.beside.has(result.number):
+            batch, seconds = worker.beside.take(result.number)
+        else:
+            batch, seconds = worker.batches.take(result.number)
+            worker.in_flight.grant_grace()
         self._last_result = self._clock()
         counters = self._requests.counters
         counters["batches"] += 1
@@ -214,12 +221,14 @@ class OneShotLane:
 
     def lose_worker(self, worker: Worker, story: str, blamed: bool) -> None:
         """Let the texts in the batches of a lost worker wait again. If `blamed`, one of them may be the reason."""
-        held = [piece for batch in worker.batches.batches for piece in batch.pieces]
+        lanes = worker.batches.batches, worker.beside.batches
+        held = [piece for batches in lanes for batch in batches for piece in batch.pieces]
         if worker.painting is not None:
             # Images stay on the worker from pass to pass.
             held = worker.painting.clear()
         pieces = [piece for piece in held if not piece.request.ended]
-        worker.batches.batches.clear()
+        for batches in lanes:
+            batches.clear()
         for piece in reversed(pieces):
             request = piece.request
             if request.ended:
@@ -241,9 +250,11 @@ class OneShotLane:
 
     def _build(self, worker: Worker, kinds: Collection[str]) -> Batch | None:
         batches = worker.batches
+        # A text that must be alone has nothing beside it.
+        kinds = [kind for kind in kinds if kind not in _BESIDE or self._queue.next_is_isolated([kind])]
         alone = self._queue.next_is_isolated(kinds)
         batches.wants_isolation = alone
-        if alone and (len(batches) or len(worker.in_flight)):
+        if alone and (len(batches) or len(worker.in_flight) or len(worker.beside)):
             return None
         budget = self._budget(worker)
         if not budget or self._requests.quarantine.any_isolated(worker.rows.sequences):
@@ -253,6 +264,21 @@ class OneShotLane:
         if not pieces:
             return None
         batches.wants_isolation = False
+        return self._sent(worker, batches, pieces)
+
+    def _build_beside(self, worker: Worker, kinds: Collection[str]) -> Batch | None:
+        """Build a batch of one text that the worker computes beside all others, if it computes none so."""
+        able = _BESIDE.intersection(kinds)
+        if not able or len(worker.beside) or worker.batches.keeps_steps_off or self._queue.next_is_isolated(able):
+            return None
+        if self._requests.quarantine.any_isolated(worker.rows.sequences):
+            return None
+        # One text is taken, however long it is.
+        pieces = self._queue.cut(1, able)
+        return self._sent(worker, worker.beside, pieces) if pieces else None
+
+    def _sent(self, worker: Worker, batches: BatchesInFlight, pieces: Sequence[Piece]) -> Batch:
+        """Count pieces as a batch that the worker is sent."""
         batch = batches.add(pieces, worker.in_flight.answered)
         for piece in pieces:
             self._begin(piece, worker, f"batch {batch.number}")

@@ -156,7 +156,8 @@ def _put(
 
 def _takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated: bool) -> bool:
     """Whether a worker that has room for a sequence may run it now."""
-    if worker.rows.full or (isolated and worker.rows.running) or not background.may_join(sequence, worker):
+    shared = worker.rows.running or len(worker.beside)
+    if worker.rows.full or (isolated and shared) or not background.may_join(sequence, worker):
         return False
     return _could_take(worker, requests, sequence)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -62,7 +63,10 @@ class Worker:
         self.dismissed = False
         self.prefix_waits = PrefixWaits(self.rows)
         self.in_flight = StepsInFlight(self.rows, StepDeadline(stall_seconds), clock)
-        self.batches = BatchesInFlight(StepDeadline(stall_seconds), clock)
+        numbers = itertools.count(1)
+        self.batches = BatchesInFlight(StepDeadline(stall_seconds), clock, numbers)
+        # Those that it computes beside its steps and other batches.
+        self.beside = BatchesInFlight(StepDeadline(stall_seconds), clock, numbers)
         # Whether it computes texts in one pass.
         self.pools = any(task != GENERATE for task in hello.tasks)
         # Whether it speaks: a sentence takes as long as many texts, and the first one is heard before the last is made.
@@ -303,11 +307,14 @@ class Worker:
 
     @property
     def computing(self) -> bool:
-        """Whether a step or a batch is in flight."""
+        """Whether a step or a batch is in flight, but for batches that leave the worker free to answer."""
         return bool(self.in_flight.steps or self.batches.batches)
 
     def lateness(self) -> tuple[float, float] | None:
         """Seconds that the oldest step or batch has taken, and seconds it was allowed; None while it is not late."""
+        beside = self.beside.waited()
+        if beside is not None and beside[0] > beside[1]:
+            return beside
         waits = [wait for wait in (self.in_flight.waited(), self.batches.waited()) if wait is not None]
         if not waits:
             return None
@@ -320,6 +327,7 @@ class Worker:
         """Count the time of the oldest step and batch from now."""
         self.in_flight.grant_grace()
         self.batches.grant_grace()
+        self.beside.grant_grace()
         self.images.grant_grace()
         self.adapters.grant_grace()
         self.weights.grant_grace()
@@ -327,10 +335,10 @@ class Worker:
     def describe(self) -> str:
         """The worker and what it computes, for the log."""
         text = f"worker {self.hello.index} ({self.hello.device}, epoch {self.hello.epoch})"
-        if self.batches.batches:
-            text = f"{text} {self.batches.describe()}"
+        batches = [lane.describe() for lane in (self.batches, self.beside) if lane.batches]
+        text = f"{text} {' and '.join(batches)}" if batches else text
         if not self.in_flight.steps:
-            return text if self.batches.batches else f"{text}, idle"
+            return text if batches else f"{text}, idle"
         named = [sequence.context.request_id for sequence in self.in_flight.computing()]
         shown = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
         head = self.in_flight.steps[0]
@@ -344,11 +352,11 @@ class Worker:
             device=self.hello.device,
             index=self.hello.index,
             epoch=self.hello.epoch,
-            running=self.rows.running + self.batches.requests,
+            running=self.rows.running + self.batches.requests + self.beside.requests,
             blocks_total=self.pool.num_blocks,
             blocks_used=self.pool.used,
             blocks_cached=self.pool.cached,
-            steps=self.in_flight.answered + self.batches.answered,
+            steps=self.in_flight.answered + self.batches.answered + self.beside.answered,
             seconds_since_step=min(waits, default=0.0),
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,

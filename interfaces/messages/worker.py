@@ -231,7 +231,7 @@ class Batch:
     """Texts that one worker computes between two steps: parts of one or more one-shot requests.
 
     Parts with equal options may be computed together. A worker answers batches and steps in the order in which they
-    came. Batches have numbers of their own.
+    came, but for a batch of a clip, which it computes beside them. Batches have numbers of their own.
     """
 
     incarnation: int
