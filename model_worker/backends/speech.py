@@ -9,6 +9,8 @@ requests, rows or sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from model_worker.attention import AttentionBackend
 from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
+from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.kv_cache import AttentionParams, KVCache
 from model_worker.model import LoadedModel
 from shared.recogniser_files import alignment_heads
@@ -54,6 +57,8 @@ class SpeechBackend(Backend):
         self._decoder = model.model.decoder
         self._head = model.proj_out
         self._dtype = loaded.dtype
+        # Of products and attention. Other operations are so small that one core has done them before others wake.
+        self._cores = torch.get_num_threads()
         self._heads_of = _heads_by_layer(model.generation_config)
         # Of the pass that runs: the tokens, by their places behind the clips, whose attention of the alignment heads is
         # wanted, and that attention [wanted tokens, positions], layer by layer; None: it is not wanted.
@@ -89,21 +94,29 @@ class SpeechBackend(Backend):
         """Return the logits; zeros for a token of a clip, which predicts nothing."""
         if batch.block_size != self._cache.block_size:
             raise ValueError(f"the batch has blocks of {batch.block_size} tokens, not {self._cache.block_size}")
-        with torch.inference_mode():
+        with torch.inference_mode(), _threads(1):
             of_clip = batch.positions < self._clip_tokens
             clip = of_clip.nonzero().squeeze(-1)
             if len(clip):
                 self._write_clip(batch, clip)
-            logits = torch.zeros(len(batch.logit_positions), self.vocab_size, device=self.device)
             if len(clip) == batch.num_tokens:
-                return logits
+                return torch.zeros(len(batch.logit_positions), self.vocab_size, device=self.device)
             views = self._views(batch, of_clip)
+            states = self._states(views)
+            if not len(clip):
+                return self._product(self._head, states[batch.logit_positions]).float()
             place = torch.full((batch.num_tokens,), -1, device=self.device)
             place[views.kept] = torch.arange(len(views.kept), device=self.device)
             wanted = place[batch.logit_positions]
-            states = self._states(views)[wanted.clamp(min=0)]
-            computed = self._head(states).to(logits.dtype)
-            return torch.where((wanted >= 0)[:, None], computed, logits)
+            computed = self._product(self._head, states[wanted.clamp(min=0)]).float()
+            return torch.where((wanted >= 0)[:, None], computed, torch.zeros((), device=self.device))
+
+    def _product(self, linear: Any, x: Tensor) -> Tensor:
+        """Multiply by the weight of a linear module: on a CPU by our own kernel, which waits for no busy core."""
+        if isinstance(linear, PanelLinear):
+            return linear.multiply(x, self._cores)
+        found: Tensor = linear(x)
+        return found
 
     def _write_clip(self, batch: ForwardBatch, clip: Tensor) -> None:
         """Write the cross-attention's keys of the batch's clip tokens, which have these indices."""
@@ -115,7 +128,10 @@ class SpeechBackend(Backend):
         for index, layer in enumerate(self._decoder.layers):
             attention = layer.encoder_attn
             self._cache.write(
-                index, written, _heads(attention, attention.k_proj(states)), _heads(attention, attention.v_proj(states))
+                index,
+                written,
+                _heads(attention, self._product(attention.k_proj, states)),
+                _heads(attention, self._product(attention.v_proj, states)),
             )
 
     def _views(self, batch: ForwardBatch, of_clip: Tensor) -> _Views:
@@ -157,16 +173,16 @@ class SpeechBackend(Backend):
         for index, layer in enumerate(decoder.layers):
             states = states + self._self_attention(index, layer, states, views.own)
             states = states + self._cross_attention(index, layer, states, views.cross)
-            inner = layer.activation_fn(layer.fc1(layer.final_layer_norm(states)))
-            states = states + layer.fc2(inner)
+            inner = layer.activation_fn(self._product(layer.fc1, layer.final_layer_norm(states)))
+            states = states + self._product(layer.fc2, inner)
         last: Tensor = decoder.layer_norm(states)
         return last
 
     def _self_attention(self, index: int, layer: Any, states: Tensor, own: ForwardBatch) -> Tensor:
         attention = layer.self_attn
         normed = layer.self_attn_layer_norm(states)
-        keys = _heads(attention, attention.k_proj(normed))
-        values = _heads(attention, attention.v_proj(normed))
+        keys = _heads(attention, self._product(attention.k_proj, normed))
+        values = _heads(attention, self._product(attention.v_proj, normed))
         self._cache.write(index, own, keys, values)
         return self._attended(index, attention, normed, own)
 
@@ -180,7 +196,8 @@ class SpeechBackend(Backend):
     def _alignment(self, index: int, attention: Any, normed: Tensor, cross: ForwardBatch, wanted: Tensor) -> Tensor:
         """Return what the alignment heads of a layer attend to: [wanted tokens, heads x positions]."""
         heads = self._heads_of[index]
-        queries = _heads(attention, attention.q_proj(normed[wanted]) * attention.scaling)[:, heads].float()
+        projected = self._product(attention.q_proj, normed[wanted])
+        queries = _heads(attention, projected * attention.scaling)[:, heads].float()
         found = []
         for query, table in zip(queries, cross.block_tables[wanted].long(), strict=True):
             keys = self._cache.k[index][table].flatten(0, 1)[: self._source_positions, heads].float()
@@ -188,10 +205,21 @@ class SpeechBackend(Backend):
         return torch.stack(found)
 
     def _attended(self, index: int, attention: Any, normed: Tensor, batch: ForwardBatch) -> Tensor:
-        queries = _heads(attention, attention.q_proj(normed) * attention.scaling)
-        found = self._attend(queries, self._cache.k[index], self._cache.v[index], batch, _PARAMS)
-        output: Tensor = attention.out_proj(found.flatten(1))
-        return output
+        queries = _heads(attention, self._product(attention.q_proj, normed) * attention.scaling)
+        with _threads(self._cores):
+            found = self._attend(queries, self._cache.k[index], self._cache.v[index], batch, _PARAMS)
+        return self._product(attention.out_proj, found.flatten(1))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Have torch compute with so many threads in here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _heads_by_layer(generation_config: Any) -> dict[int, list[int]]:

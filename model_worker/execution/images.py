@@ -25,12 +25,12 @@ def image_rows(loaded: LoadedModel) -> ImageRows | None:
 def encode_queue(images: ImageRows) -> EncodeQueue:
     """An image is encoded with half of the cores, and steps have the others meanwhile.
 
-    While no step runs it takes all, if its products have the same bits with any number of cores, as bfloat16 ones have.
+    While no step runs it takes all, if the features have the same bits with any number of cores.
     """
     encoder = images.encoder
     cores = torch.get_num_threads()
     beside = max(1, cores // 2)
-    grows = encoder.device.type == "cpu" and encoder.dtype == torch.bfloat16
+    grows = encoder.device.type == "cpu" and encoder.bits_are_fixed
 
     def share(taken: int) -> None:
         ThreadPool.most_threads = max(1, cores - taken) if taken else ALL_THREADS

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from interfaces import ImageMetadata
@@ -28,6 +29,26 @@ class ClipEncoder(Encoder):
         """The layers of the encoder."""
         layers: Any = self.composite.model.encoder.layers
         yield from layers
+
+    @property
+    def bits_are_fixed(self) -> bool:
+        """Whether a layer's states, and those of the convolutions, have the same bits with one core and with all.
+
+        It is tried, because it depends on who multiplies: packed products of float32 have, and torch's own have not.
+        """
+        config: Any = self.composite.config
+        encoder: Any = self.composite.model.encoder
+        generator = torch.Generator().manual_seed(0)
+        shape = 1, config.num_mel_bins, 2 * config.max_source_positions
+        clip = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        cores = torch.get_num_threads()
+        found = []
+        with torch.inference_mode():
+            for count in (1, cores):
+                torch.set_num_threads(count)
+                heard = encoder.conv2(functional.gelu(encoder.conv1(clip))).transpose(1, 2)
+                found.append(encoder.layers[0](heard, None))
+        return torch.equal(*found)
 
     def _adaptable(self) -> dict[str, nn.Module]:
         """No module of the encoder: adapters change the decoder alone."""

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from model_worker.attention import cuda
 from model_worker.batch import ForwardBatch
+from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, pack_linears
 from model_worker.hearing.encoder import clip_encoder
 from model_worker.kv_cache import AttentionParams, KVLayout, LayerShape
 from model_worker.loading import verify
@@ -101,6 +102,12 @@ def _verified(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], boo
     if loaded.device.type == "cpu":
         if not has_kernels(loaded.dtype, loaded.kernel_family):
             loaded = replace(loaded, attention_name="reference", has_kernels=False)
+        elif loaded.dtype in PACKED_DTYPES:
+            # torch's own products of some rows take several times as long.
+            packed = pack_linears(loaded.model)
+            model: Any = loaded.model
+            kept = int(model.get_input_embeddings().weight.nbytes) if packed else 0
+            loaded = replace(loaded, parameter_bytes=loaded.parameter_bytes + kept)
         _check(loaded, states, tokens, expected, "reference", BLOCK_SIZE)
         return loaded
     layers = loaded.attention

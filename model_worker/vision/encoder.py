@@ -93,6 +93,11 @@ class Encoder:
         return {name: module for name, module in self.composite.named_modules() if name and module not in text}
 
     @property
+    def bits_are_fixed(self) -> bool:
+        """Whether features have the same bits on a CPU with any number of cores: products of bfloat16 have."""
+        return self.dtype == torch.bfloat16
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of features that are worth keeping on this device."""
         return CUDA_CACHE_BYTES if self.device.type == "cuda" else CPU_CACHE_BYTES

@@ -66,22 +66,22 @@ class PanelLinear(nn.Module, ABC):
         """Return numpy's type of the elements of operands."""
         return operand_dtype(self.element)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Compute x . weight + bias by our own kernel."""
+    def multiply(self, x: Tensor, most_cores: int | None = None) -> Tensor:
+        """Compute x . weight + bias by our own kernel, on at most so many cores; None: on torch's."""
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
         padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
         out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
-        cores = self._cores(len(rows))
+        cores = self._cores(len(rows), most_cores or torch.get_num_threads())
         operand = _numbers(padded if self.operand_element == self.element else padded.float())
         weight_format = self.weight_format(cores, len(rows), operand.size)
         arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), weight_format
         thread_pool(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)
 
-    def _cores(self, rows: int) -> int:
+    def _cores(self, rows: int, most: int) -> int:
         flops = 2 * rows * self.in_features * self.out_features
         worth = max(self.num_bytes // _BYTES_PER_CORE, flops // _FLOPS_PER_CORE)
-        return max(1, min(worth, torch.get_num_threads()))
+        return max(1, min(worth, most))
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:

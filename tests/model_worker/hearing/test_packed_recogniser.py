@@ -1,0 +1,73 @@
+"""A recogniser's products are packed on a CPU, and its encoder may take more cores in the middle of a clip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from interfaces import ImageMetadata
+from model_worker.cpu.gemm.panel_linear import PanelLinear
+from model_worker.model import LoadedModel
+from shared.recogniser_files import clip_tokens
+from tests.model_worker.hearing.tiny_whisper import POSITIONS, features, speech, tiny_whisper
+from tests.system.in_process import load
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(tiny_whisper(tmp_path_factory.mktemp("whisper")), dtype=request.param)
+
+
+def test_every_product_is_packed(loaded: LoadedModel) -> None:
+    model: Any = loaded.model
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linears == {}
+    assert isinstance(model.proj_out, PanelLinear)
+    # The table of embeddings stays beside the copy that multiplies.
+    embeddings = model.get_input_embeddings().weight
+    torch.testing.assert_close(model.proj_out.weight, embeddings)
+    assert loaded.parameter_bytes == loaded.parameter_count * embeddings.itemsize + embeddings.nbytes
+
+
+def test_a_clip_has_the_same_bits_with_any_number_of_cores(loaded: LoadedModel) -> None:
+    encoder = loaded.encoder
+    assert encoder is not None
+    assert encoder.bits_are_fixed
+    mel = features(speech(3, 0.9))
+    clip = ImageMetadata(start_idx=0, end_idx=clip_tokens(POSITIONS), pixel_values=mel)
+    found = []
+    cores = torch.get_num_threads()
+    try:
+        for count in (1, max(2, cores)):
+            torch.set_num_threads(count)
+            found.append(encoder.encode(clip))
+    finally:
+        torch.set_num_threads(cores)
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_products_whose_bits_depend_on_the_cores_keep_their_number(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = loaded.encoder
+    assert encoder is not None
+    layer: Any = encoder.composite.model.encoder.layers[0]
+    usual = layer.forward
+
+    def shaky(states: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = usual(states, *arguments)
+        return found + torch.get_num_threads()
+
+    monkeypatch.setattr(layer, "forward", shaky)
+    monkeypatch.setattr(torch, "get_num_threads", _count_of(monkeypatch))
+    assert not encoder.bits_are_fixed
+
+
+def _count_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A count of threads that is what was set last, also on a machine of one core."""
+    last = [2]
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: last.__setitem__(0, count))
+    return lambda: last[0]
