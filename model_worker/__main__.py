@@ -218,6 +218,10 @@ def build(
         weights=version.number,
     )
     torch.set_grad_enabled(False)
+    if loaded.clip_tokens and loaded.device.type == "cpu":
+        # Products and attention have cores of their own. What torch does of a step is so small that it would wait for
+        # another core, which encodes a clip, many times as long as it takes.
+        torch.set_num_threads(1)
     if group is not None:
         # Its ranks would have to change theirs together.
         return engine, hello, compilation, None

@@ -41,13 +41,15 @@ class TranscriptRules:
         self._first: int | None = parameters.get("first_timestamp")
         self._end: int = parameters.get("end", 0)
         self._latest_first: int | None = parameters.get("latest_first")
+        # Indices of the tokens that no place has, as torch takes them, and the number of logits that they are for.
+        self._masked: tuple[int, Tensor] | None = None
 
     def __call__(self, inputs: ProcessorInputs) -> None:
         logits: Tensor = inputs.logits[0]
         tokens: list[int] = inputs.context.tokens.generated.tolist()
         if not tokens:
             logits[_inside(self._at_begin, logits)] = -torch.inf
-        logits[_inside(self._suppressed, logits)] = -torch.inf
+        logits.index_fill_(0, self._never(logits), -torch.inf)
         if self._first is not None:
             self._order_timestamps(logits, tokens, self._first)
 
@@ -68,9 +70,16 @@ class TranscriptRules:
             logits[:first] = -torch.inf
             if self._latest_first is not None:
                 logits[first + self._latest_first + 1 :] = -torch.inf
-        probabilities = torch.log_softmax(logits.float(), dim=-1)
-        if probabilities[first:].logsumexp(dim=-1) > probabilities[:first].max():
+        # All timestamps together against the most probable of the others. What would make probabilities of logits is
+        # the same on both sides.
+        if logits[first:].float().logsumexp(dim=-1) > logits[:first].max():
             logits[:first] = -torch.inf
+
+    def _never(self, logits: Tensor) -> Tensor:
+        """Return the suppressed tokens among these logits."""
+        if self._masked is None or self._masked[0] != len(logits):
+            self._masked = len(logits), torch.tensor(_inside(self._suppressed, logits), device=logits.device).long()
+        return self._masked[1]
 
 
 def _inside(tokens: list[int], logits: Tensor) -> list[int]:
