@@ -71,17 +71,17 @@ class PanelLinear(nn.Module, ABC):
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
         padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
         out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
-        cores = self._cores(len(rows), most_cores or torch.get_num_threads())
+        cores = self._cores(len(rows), most_cores)
         operand = _numbers(padded if self.operand_element == self.element else padded.float())
         weight_format = self.weight_format(cores, len(rows), operand.size)
         arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), weight_format
         thread_pool(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)
 
-    def _cores(self, rows: int, most: int) -> int:
+    def _cores(self, rows: int, most: int | None = None) -> int:
         flops = 2 * rows * self.in_features * self.out_features
         worth = max(self.num_bytes // _BYTES_PER_CORE, flops // _FLOPS_PER_CORE)
-        return max(1, min(worth, most))
+        return max(1, min(worth, most or torch.get_num_threads()))
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
