@@ -170,7 +170,7 @@ def live_facts(server: ServerState, figures: LiveFigures, operator: bool) -> dic
         "models": [state.model_name for state in server.models],
         "task": server.task,
         "sees": server.sees,
-        "paints": paint_facts(server),
+        "paints": [found for state in server.models if (found := paint_facts(state)) is not None],
         "dtype": server.settings.dtype,
         "operator": operator,
         "ready": health.ready,

@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -28,6 +29,14 @@ from tests.one_shot.server import VOCAB, reference, tiny_bert
 from tests.one_shot.test_speech import expected
 from tests.system.served_model import make_model
 from tests.system.server import Server
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install 'tokenyard[test]'")
+
+from playwright.sync_api import expect
+
+from tests.ui.browser import MILLISECONDS, Visit, chromium, needs_chromium
+
+expect.set_options(timeout=MILLISECONDS)
 
 TEXTS = ["the quick brown fox", "def f(x): return x + 1", "Hello"]
 
@@ -77,6 +86,11 @@ def post(server: Server, path: str, **body: object) -> httpx.Response:
     return httpx.post(f"{server.url}{path}", json=body, timeout=60)
 
 
+def pixels(data: str) -> NDArray[np.int16]:
+    with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+        return np.asarray(image, np.int16)
+
+
 def test_all_models_are_listed(server: Server) -> None:
     names = ["chat", "embed", "rerank", "voice", "painter"]
     assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == names
@@ -98,6 +112,28 @@ def test_the_embedded_painter_paints_what_it_is_told(server: Server) -> None:
             found = see(np.asarray(image, np.float32) / np.float32(255))
         right += found is not None and (found.symbol, found.colour) == (symbol, colour)
     assert right >= 9
+
+
+@needs_chromium
+def test_the_page_paints(server: Server) -> None:
+    with chromium() as browser:
+        visit = Visit.begin(browser, server.url)
+        visit.page.locator(".top nav").get_by_role("link", name="Images").click()
+        visit.page.get_by_label("What the picture shows").fill("a red house")
+        for label, value in (("Pictures", "2"), ("Seed", "11"), ("Size", "64x64")):
+            visit.set(label, value)
+        visit.button("Paint").click()
+        made = visit.page.locator(".pictures img[alt='a red house']")
+        expect(made).to_have_count(2)
+        visit.page.wait_for_function("() => document.querySelector('img.made').naturalWidth === 64")
+        source = made.first.get_attribute("src")
+        visit.end()
+    plain = {"model": "painter", "prompt": "a red house", "seed": 11, "size": "64x64"}
+    (image,) = post(server, "/v1/images/generations", **plain).json()["data"]
+    assert source is not None
+    shown, alone = (pixels(data) for data in (source.partition(",")[2], image["b64_json"]))
+    # Two images in one pass are rounded in another order.
+    assert np.abs(shown - alone).max() <= 1
 
 
 def test_a_response_may_be_an_image_by_the_model_beside_it(server: Server) -> None:

@@ -14,7 +14,7 @@ from tests.ui.conftest import OLDEST_NODE, problem_of, run_script
 
 # Compressed bytes of a page that has just been opened. Charts come with the view Live, and formulas with the first one.
 MOST_BYTES = 100_000
-LATER = ("NOTICE", "live-", "raw-", "math-")
+LATER = ("NOTICE", "live-", "raw-", "images-", "math-")
 
 
 # A server that answers with events, and then with an end that comes too early; no time passes between attempts.

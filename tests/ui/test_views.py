@@ -24,6 +24,9 @@ expect.set_options(timeout=MILLISECONDS)
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 
 
+PAINTER = {"model": "painter", "size": "1x1", "num_inference_steps": 3, "guidance_scale": 2}
+
+
 def begin_long_answer(visit: Visit) -> None:
     visit.set("Longest answer", "1900")
     visit.set("Further fields", '{"ignore_eos": true}')
@@ -79,13 +82,15 @@ def test_an_operator_aborts_a_request(visit: Visit, embedded: Server) -> None:
 
 
 def test_nothing_stands_in_the_way_of_a_reader_of_the_screen(visit: Visit, source: Path) -> None:
+    _with(visit, {"paints": [PAINTER]})
     visit.set("Longest answer", "8")
     visit.page.get_by_label("Log-probabilities").check()
     visit.send("Hello.")
     visit.button("Token map").click()
     visit.page.locator(".token").first.click()
     visit.page.evaluate((source / "node_modules" / "axe-core" / "axe.min.js").read_text())
-    places = {"Live": ".live figure", "Requests": ".requests table", "Raw": ".raw-text", "Chat": ".chat"}
+    places = {"Live": ".live figure", "Requests": ".requests table", "Images": ".images form", "Raw": ".raw-text"}
+    places["Chat"] = ".chat"
     for scheme in ("light", "dark"):
         visit.page.emulate_media(color_scheme=scheme)
         for name, place in places.items():
@@ -136,30 +141,69 @@ def test_a_text_goes_on_in_colour(visit: Visit) -> None:
     assert again.text_content() == longer
 
 
-@pytest.mark.parametrize(
-    ("task", "path", "place"),
-    [("paint", "/v1/images/generations", "img.made"), ("speak", "/v1/audio/speech", ".raw audio")],
-)
-def test_pictures_and_sound_are_shown(visit: Visit, task: str, path: str, place: str) -> None:
-    """What these models make is tested with themselves; here it is one pixel, and silence."""
+def test_sound_is_played(visit: Visit) -> None:
+    """What the model says is tested with itself; here it is silence."""
     asked: list[dict[str, Any]] = []
 
     def answer(route: Route) -> None:
         asked.append(json.loads(route.request.post_data or ""))
-        if task == "paint":
-            route.fulfill(json={"data": [{"b64_json": PIXEL}]})
-        else:
-            route.fulfill(body=silence(), content_type="audio/wav")
+        route.fulfill(body=silence(), content_type="audio/wav")
 
-    _as_task(visit, task)
-    visit.page.route(f"**{path}", answer)
+    _as_task(visit, "speak")
+    visit.page.route("**/v1/audio/speech", answer)
     visit.page.locator(".raw textarea").fill("a red house")
-    visit.button("Paint" if task == "paint" else "Speak").click()
+    visit.button("Speak").click()
+    place = ".raw audio"
     visit.page.locator(place).wait_for()
-    # Both have been read: neither is refused by the page's policy.
-    ready = "(one) => one.tagName === 'IMG' ? one.naturalWidth === 1 : one.readyState >= 1 && !one.error"
+    # It has been read: it is not refused by the page's policy.
+    ready = "(one) => one.readyState >= 1 && !one.error"
     visit.page.wait_for_function(f"(place) => ({ready})(document.querySelector(place))", arg=place)
     assert "a red house" in asked[0].values()
+
+
+def test_pictures_are_painted_by_the_fields_and_stopped(visit: Visit) -> None:
+    """A painter of one pixel, whose seed 9 is too large; that the embedded one paints is tested with itself."""
+    asked: list[dict[str, Any]] = []
+    held: list[Route] = []
+
+    def answer(route: Route) -> None:
+        body = json.loads(route.request.post_data or "")
+        asked.append(body)
+        if body["prompt"] == "a long one":
+            held.append(route)
+        elif body["seed"] == 9:
+            route.fulfill(status=400, json={"error": {"message": "size: the nearest size is 8x8"}})
+        else:
+            parts = [*(("partial_image", i) for i in range(3)), ("completed", None)]
+            events = [{"type": f"image_generation.{name}", "partial_image_index": i} for name, i in parts]
+            lines = [json.dumps(event | {"b64_json": PIXEL, "size": "1x1"}) for event in events]
+            route.fulfill(body="".join(f"data: {line}\n\n" for line in lines), content_type="text/event-stream")
+
+    assert visit.page.locator(".top nav").get_by_role("link", name="Images").count() == 0
+    _with(visit, {"paints": [PAINTER]})
+    visit.page.route("**/v1/images/generations", answer)
+    open_view(visit, "Images")
+    prompt = visit.page.get_by_label("What the picture shows")
+    prompt.fill("a red house")
+    for label, value in (("Pictures", "3"), ("Seed", "7"), ("Steps", "5"), ("Guidance", "1.5"), ("Size", "1x1")):
+        visit.set(label, value)
+    visit.button("Paint").click()
+    made = visit.page.locator(".pictures img[alt='a red house']")
+    expect(made).to_have_count(2)
+    visit.page.wait_for_function("() => document.querySelector('img.made').naturalWidth === 1")
+    fields = {"model": "painter", "num_inference_steps": 5, "guidance_scale": 1.5, "size": "1x1", "partial_images": 3}
+    assert {**fields, "prompt": "a red house", "stream": True}.items() <= asked[0].items()
+    assert sorted(body["seed"] for body in asked) == [7, 8, 9]
+    expect(visit.page.locator(".pictures [role=alert]")).to_have_text("size: the nearest size is 8x8")
+    visit.problems.clear()  # the console names the answer 400
+    prompt.fill("a long one")
+    prompt.press("Enter")
+    expect(visit.page.locator(".pictures progress")).to_have_count(3)
+    visit.button("Stop").click()
+    expect(visit.page.locator(".pictures [role=alert]", has_text="Stopped.")).to_have_count(3)
+    expect(visit.button("Paint")).to_be_visible()
+    expect(visit.page.locator(".pictures figure")).to_have_count(6)
+    assert len(held) == 3
 
 
 def test_speech_is_written_down(visit: Visit) -> None:
@@ -172,14 +216,19 @@ def test_speech_is_written_down(visit: Visit) -> None:
 
 def _as_task(visit: Visit, task: str) -> None:
     """Opens Raw as it is for a model of this task."""
+    _with(visit, {"task": task})
+    open_view(visit, "Raw")
+
+
+def _with(visit: Visit, facts: dict[str, Any]) -> None:
+    """Opens the page anew with other facts of the server."""
 
     def live(route: Route) -> None:
-        route.fulfill(json=route.fetch().json() | {"task": task})
+        route.fulfill(json=route.fetch().json() | facts)
 
     visit.page.route("**/live", live)
     visit.page.reload()
     visit.settle()
-    open_view(visit, "Raw")
 
 
 def silence() -> bytes:

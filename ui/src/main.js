@@ -12,6 +12,7 @@ import { Requests } from "./requests.js";
 /** @type {[string, string][]} */
 const VIEWS = [
   ["chat", "Chat"],
+  ["images", "Images"],
   ["raw", "Raw"],
   ["live", "Live"],
   ["requests", "Requests"],
@@ -20,13 +21,16 @@ const VIEWS = [
 const place = signal(location.hash.slice(1));
 addEventListener("hashchange", () => (place.value = location.hash.slice(1)));
 
+/** The views of this server: pictures are painted only where a model does. */
+const offered = () => VIEWS.filter(([name]) => name !== "images" || facts.value?.paints?.length);
+
 function App() {
-  const [view, ...rest] = (place.value || "chat").split("/");
+  const [view, ...rest] = (place.value || (facts.value?.task === "paint" ? "images" : "chat")).split("/");
   useEffect(() => void refresh(), []);
   return html`<header class="top">
       <h1>tokenyard</h1>
       <nav aria-label="Views">
-        ${VIEWS.map(([name, label]) => html`<a href=${`#${name}`} aria-current=${name === view ? "page" : undefined}>${label}</a>`)}
+        ${offered().map(([name, label]) => html`<a href=${`#${name}`} aria-current=${name === view ? "page" : undefined}>${label}</a>`)}
         <a href="/docs">API</a>
       </nav>
       <span class="model" title=${problem.value}>${facts.value?.model ?? ""}</span>
@@ -38,6 +42,7 @@ function App() {
 /** @type {Record<string, any>} */
 const views = {
   chat: Chat,
+  images: loaded(async () => (await import("./images.js")).Images),
   raw: loaded(async () => (await import("./raw.js")).Raw),
   live: loaded(async () => (await import("./live.js")).Live),
   requests: Requests,

@@ -1,9 +1,9 @@
-// The view Raw: a text that the model continues, as base models need it; and texts, sound and pictures for models whose
-// work is another one.
+// The view Raw: a text that the model continues, as base models need it; and texts and sound for models whose work is another
+// one.
 
 import { signal } from "@preact/signals";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { ask, endStream, send, stream } from "./api.js";
+import { endStream, send, stream } from "./api.js";
 import { copy } from "./copying.js";
 import { facts } from "./facts.js";
 import { html } from "./html.js";
@@ -37,7 +37,7 @@ function storedValues() {
 
 export function Raw() {
   const task = facts.value?.task;
-  const view = { paint: Picture, speak: Speech, transcribe: Hearing }[/** @type {string} */ (task)] ?? Completion;
+  const view = { paint: Pictures, speak: Speech, transcribe: Hearing }[/** @type {string} */ (task)] ?? Completion;
   return html`<section class="raw" aria-label="Raw"><${view} /></section>`;
 }
 
@@ -175,17 +175,8 @@ function useJob() {
   return [running, problem, begin];
 }
 
-function Picture() {
-  const [prompt, setPrompt] = useState("");
-  const [url, setUrl] = useState("");
-  const [running, problem, begin] = useJob();
-  const paint = () =>
-    begin(async () => {
-      const made = await ask("/v1/images/generations", { prompt, output_format: "png" });
-      setUrl(`data:image/png;base64,${made.data[0].b64_json}`);
-    });
-  return html`<${Job} label="What the picture shows" text=${prompt} setText=${setPrompt} name="Paint" ...${{ running, problem }} onBegin=${paint} />
-    ${url && html`<img class="made" src=${url} alt=${prompt} />`}`;
+function Pictures() {
+  return html`<p>This model paints: see <a href="#images">Images</a>.</p>`;
 }
 
 function Speech() {

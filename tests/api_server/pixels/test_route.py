@@ -270,4 +270,4 @@ def test_an_adapter_is_named_by_its_content(
     assert error_of(post(painting, lora="sea")) == "lora: there is no adapter 'sea'; the server has: ink"
     (model,) = httpx.get(f"{painting.url}/v1/models", timeout=90).json()["data"]
     assert model["loras"] == ["ink"]
-    assert httpx.get(f"{painting.url}/live", timeout=90).json()["paints"]["loras"] == ["ink"]
+    assert httpx.get(f"{painting.url}/live", timeout=90).json()["paints"][0]["loras"] == ["ink"]
