@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIXELS_INSTALLED := $(VENV)/.installed-pixels
 TEST_INSTALLED := $(VENV)/.installed-test
 DOCS_INSTALLED := $(VENV)/.installed-docs
 CLIENTS := $(VENV)/clients
@@ -39,8 +40,9 @@ setup-test: $(TEST_INSTALLED)
 
 setup-clients: $(CLIENTS_INSTALLED) $(GUIDELLM_INSTALLED)
 
-run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a model and flags)
-	$(BIN)/tokenyard serve --host 127.0.0.1 --port $(PORT) $(ARGS)
+# Without ARGS the embedded painter stands beside the embedded model.
+run: $(if $(strip $(ARGS)),$(INSTALLED),$(PIXELS_INSTALLED))  ## serve the embedded models on 127.0.0.1:PORT, or what ARGS names (a model and flags)
+	$(BIN)/tokenyard serve --host 127.0.0.1 --port $(PORT) $(or $(strip $(ARGS)),--also painter=tokenyard-painter)
 
 test: $(TEST_INSTALLED)  ## run every test, those without servers on two cores at once (ARGS adds pytest arguments)
 	@status=0; ran=$$(mktemp); \
@@ -107,12 +109,16 @@ $(INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --editable .
 	@touch $@
 
+$(PIXELS_INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --editable '.[pixels]'
+	@touch $@ $(INSTALLED)
+
 $(TEST_INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --editable '.[test]'
 	$(BIN)/python -m pip install --no-deps trl==1.16.0  # the client of trainers is tested; what trainers themselves need is not
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test-kernels"], sep="\n")' > $(VENV)/test-kernels.txt
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/triton --requirement $(VENV)/test-kernels.txt || echo "the tests of kernels for GPUs are skipped"
-	@touch $@ $(INSTALLED)
+	@touch $@ $(INSTALLED) $(PIXELS_INSTALLED)
 
 $(DOCS_INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --editable '.[docs]'

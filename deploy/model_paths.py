@@ -141,6 +141,11 @@ def _embedded_model() -> str:
     return str(path)
 
 
+def is_background(further: Settings) -> bool:
+    """Whether a further model takes no share of the machine from the others: the embedded painter, which is tiny."""
+    return further.model == _embedded_painter()
+
+
 def _embedded_painter() -> str:
     from deploy.embedded_model import EMBEDDED_PAINTER_PATH
 

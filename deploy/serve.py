@@ -23,7 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from deploy import credentials, machine
 from deploy.child import ChildSpec
 from deploy.listener import close_all, listening
-from deploy.model_paths import resolve_adapters, resolve_further_models, resolve_model
+from deploy.model_paths import is_background, resolve_adapters, resolve_further_models, resolve_model
 from deploy.readiness import Announcer
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
 from deploy.supervisor import Supervisor
@@ -222,11 +222,21 @@ def child_specs(settings: Settings, directory: RunDirectory, *listeners: int) ->
     ]
     doors = [word for listener in listeners for word in ("--listener", str(listener))]
 
-    def sharing(device: str) -> tuple[str, ...]:
-        workers = len(served) * (devices.count(device) if device.startswith("cuda") else 1)
-        return ("--models", str(workers)) if workers > 1 else ()
+    # These have one thread each on the CPU, which waits for those of the others.
+    background = {name for name, of_model, _ in served[1:] if is_background(of_model)}
+    sharers = len(served) - len(background)
 
-    worker = {**common, **cpu_share(devices.count("cpu") * len(served) * ranks, usable_cores(), visible_cores())}
+    def place_on(name: str, device: str) -> tuple[str, ...]:
+        if device == "cpu" and name in background:
+            return ("--device", device, "--background")
+        workers = len(served) * devices.count(device) if device.startswith("cuda") else sharers
+        return ("--device", device, *(("--models", str(workers)) if workers > 1 else ()))
+
+    def environment(name: str, device: str) -> dict[str, str]:
+        if device != "cpu" or name in background:
+            return {**common, **one_thread()}
+        return {**common, **cpu_share(devices.count("cpu") * sharers * ranks, usable_cores(), visible_cores())}
+
     return [
         *(
             ChildSpec(
@@ -247,10 +257,8 @@ def child_specs(settings: Settings, directory: RunDirectory, *listeners: int) ->
             for spec in worker_specs(
                 ChildSpec(
                     f"model_worker:{name}{index}",
-                    command(
-                        f"model_worker:{index}", place, "--index", str(index), "--device", device, *sharing(device)
-                    ),
-                    worker if device == "cpu" else {**common, **beside_gpu()},
+                    command(f"model_worker:{index}", place, "--index", str(index), *place_on(name, device)),
+                    environment(name, device),
                     device,
                     counts_starts=True,
                     stop_seconds=_SECONDS_TO_STOP,
@@ -348,8 +356,9 @@ def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str
     return {"OMP_NUM_THREADS": str(share), "NUMBA_NUM_THREADS": str(share)}
 
 
-def beside_gpu(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Keep a GPU's worker to one thread, as environment variables, unless the operator has chosen.
+def one_thread(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Keep a GPU's worker, or one in the background, to one thread, as environment variables, unless the operator has
+    chosen.
 
     The little that it computes on the CPU is no faster on many threads, and these would take others' cores.
     """

@@ -6,6 +6,7 @@ Started by the supervisor, one per device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 # Time after which a thread gives the interpreter to another that waits for it.
 SWITCH_SECONDS = 1e-4
+# Of a worker in the background: a tenth of a core that others want all the time.
+_NICENESS = 10
 # Exit code (EX_CONFIG of sysexits.h) of a process that has reported why it cannot work.
 CANNOT_WORK = 78
 
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--models", type=int, default=1, help="number of workers that share the device")
+    parser.add_argument("--background", action="store_true", help="leave the cores to other workers that want them")
     parser.add_argument("--rank", type=int, default=0, help="which rank of a group this is (tensor_parallel)")
     parser.add_argument("--connect", default="", help="tcp endpoint of a scheduler on another machine")
     arguments = parser.parse_args()
@@ -71,6 +75,8 @@ def main() -> None:
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     settings = Settings.read(run_directory.settings_file)
     logs.configure(f"{role} {arguments.device}", settings.log_level, settings.log_format)
+    if arguments.background:
+        _yield_cores()
     phases.phase("import")
     _import()
     from model_worker.speech.speaking_engine import with_codec
@@ -120,6 +126,13 @@ def main() -> None:
         phases.fatal(*_no_memory(arguments.device, error))
         sys.exit(CANNOT_WORK)
     worker()
+
+
+def _yield_cores() -> None:
+    """Let other workers go first. Kernels that make a group of each session compare groups before processes."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
 
 
 def _group(settings: Settings, folder: Path, index: int, epoch: int) -> Group:

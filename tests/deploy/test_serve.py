@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.child import ChildSpec
 from deploy.model_paths import resolve_further_models, resolve_model
 from deploy.serve import (
     SHARED_MEMORY,
-    beside_gpu,
     child_specs,
     common_environment,
     cpu_share,
+    one_thread,
     resolve_devices,
     sweep_shared_memory,
 )
@@ -171,6 +172,26 @@ def test_each_further_model_gets_a_scheduler_and_workers_of_its_own(tmp_path: Pa
         assert (further.task, further.max_model_len, further.devices) == ("auto", None, "cpu,cpu")
 
 
+def test_the_embedded_painter_takes_nothing_from_the_models_beside_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def workers(also: str, devices: str = "cpu") -> dict[str, ChildSpec]:
+        settings = resolve_further_models(Settings(devices=devices, also=also))
+        specs = child_specs(settings, RunDirectory(tmp_path), 9)
+        return {spec.name.removeprefix("model_worker:"): spec for spec in specs if spec.role == "model_worker"}
+
+    alone = workers("")["0"]
+    beside = workers("painter=tokenyard-painter")
+    assert (beside["0"].argv, beside["0"].env) == (alone.argv, alone.env)
+    assert beside["painter:0"].argv[-1] == "--background"
+    assert beside["painter:0"].env["OMP_NUM_THREADS"] == "1"
+    # Every other model has its share, and memory on a GPU is everyone's.
+    assert workers(f"painter=tokenyard-painter,chat={model}")["chat:0"].argv[-2:] == ["--models", "2"]
+    assert workers("painter=tokenyard-painter", "cuda:0")["painter:0"].argv[-2:] == ["--models", "2"]
+
+
 def test_errors_about_further_models_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a,b" / "m"
     folder.mkdir(parents=True)
@@ -204,7 +225,7 @@ def test_workers_on_one_gpu_know_of_each_other(tmp_path: Path, monkeypatch: pyte
     assert [spec.argv[-2:] for spec in workers[:2]] == [["--models", "2"]] * 2
     assert "--models" not in workers[2].argv
     assert [spec.env["OMP_NUM_THREADS"] for spec in workers] == ["1"] * 3
-    assert beside_gpu({"OMP_NUM_THREADS": "3"}) == {}
+    assert one_thread({"OMP_NUM_THREADS": "3"}) == {}
 
 
 def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> None:
