@@ -7,7 +7,7 @@ decode: a decode row is a sequence with one query token, a prefill chunk is one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -47,6 +47,12 @@ class ForwardBatch:
     adapters: IntColumn | None = None
     # i32[S], on the host: the worker's row of each sequence; None: they have none.
     rows: IntColumn | None = None
+    # i64[T]: the row whose last token stands for a token, -1 where it is known; None: all are known.
+    owners: Tensor | None = None
+    # i64[rows]: those last tokens.
+    last_tokens: Tensor | None = None
+    # i64[L']: the rows that draw a token, where the caller has given them.
+    drawing: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -76,6 +82,13 @@ class ForwardBatch:
             return False
         return np.array_equal(self.wanted, np.arange(self.num_tokens))
 
+    def resolved(self) -> ForwardBatch:
+        """Return the batch with all tokens known."""
+        if self.owners is None or self.last_tokens is None:
+            return self
+        tokens = torch.where(self.owners < 0, self.tokens, self.last_tokens[self.owners.clamp(min=0)])
+        return replace(self, tokens=tokens, owners=None)
+
     @classmethod
     def build(
         cls,
@@ -91,9 +104,12 @@ class ForwardBatch:
         seen: IntColumn | None = None,
         adapters: IntColumn | None = None,
         rows: IntColumn | None = None,
+        owners: IntColumn | None = None,
+        drawing: IntColumn | None = None,
     ) -> ForwardBatch:
         """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too. `angles` are the
-        positions where they do not follow from the lengths."""
+        positions where they do not follow from the lengths. All that a plain step has goes to the device in one copy.
+        """
         query_start = np.zeros(len(query_lens) + 1, np.int32)
         np.cumsum(query_lens, out=query_start[1:])
         _check_columns(tokens, query_lens, kv_lens, block_tables, block_size, query_start)
@@ -109,14 +125,21 @@ class ForwardBatch:
         slots = block * block_size + positions % block_size
         three = angles is not None and angles.ndim == 2
         shown = positions if angles is None or three else angles
-        wide = _columns((tokens, shown, slots, logit_positions), np.int64, device)
-        narrow = _columns((query_start, kv_lens, block_tables), np.int32, device)
+        device = torch.device(device)
+        more = [column for column in (owners, drawing) if column is not None]
+        columns = [
+            *_as((tokens, shown, slots, logit_positions), np.int64),
+            *_as((query_start, kv_lens, block_tables), np.int32),
+            *_as(more, np.int64),
+        ]
+        *wide, start, lens, tables = (there := upload_together(columns, device))[:7]
+        others = iter(there[7:])
         return cls(
             tokens=wide[0],
             positions=torch.from_numpy(angles).to(device) if three else wide[1],
-            query_start=narrow[0],
-            kv_len=narrow[1],
-            block_tables=narrow[2],
+            query_start=start,
+            kv_len=lens,
+            block_tables=tables,
             slots=wide[2],
             logit_positions=wide[3],
             block_size=block_size,
@@ -129,16 +152,13 @@ class ForwardBatch:
             seen=None if seen is None else torch.from_numpy(seen).to(device),
             adapters=adapters,
             rows=rows,
+            owners=None if owners is None else next(others),
+            drawing=None if drawing is None else next(others),
         )
 
 
-def _columns(
-    columns: Sequence[IntColumn], dtype: type[np.integer[Any]], device: torch.device | str
-) -> Sequence[Tensor]:
-    device = torch.device(device)
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(column, dtype)) for column in columns]
-    return upload_together(columns, dtype, device)
+def _as(columns: Sequence[IntColumn], dtype: type[np.integer[Any]]) -> list[NDArray[Any]]:
+    return [np.ascontiguousarray(column, dtype) for column in columns]
 
 
 def _check_columns(

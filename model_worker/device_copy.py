@@ -15,6 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Bytes: kernels read pieces that begin at multiples of it as quickly as whole tensors.
+ALIGNMENT = 16
+
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy the array to the device, for work that is given to the device afterwards."""
@@ -24,11 +27,29 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload_together(arrays: Sequence[NDArray[Any]], dtype: type[np.generic], device: torch.device) -> list[Tensor]:
-    """Copy the arrays as `dtype` to the device, in one copy: they are pieces of one tensor there."""
-    packed = upload(np.concatenate([array.ravel() for array in arrays], dtype=dtype, casting="same_kind"), device)
-    pieces = packed.split([array.size for array in arrays])
-    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy the arrays to the device, in one copy: they are pieces of one tensor there, and keep their types."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    return packed_together(arrays, device)
+
+
+def packed_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """As `upload_together`, by one copy whatever the device is."""
+    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    packed = np.empty(starts[-1], np.uint8)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    there = upload(packed, device)
+    return [_piece(there, start, array) for array, start in zip(arrays, starts, strict=False)]
+
+
+def _piece(packed: Tensor, start: int, array: NDArray[Any]) -> Tensor:
+    """View the bytes from `start` on as the array that they are a copy of."""
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype, device=packed.device)
+    return packed[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 class Mark:

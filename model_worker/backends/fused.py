@@ -37,7 +37,7 @@ class FusedBackend(Backend):
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         with one_pass(batch, self._cache, self._loaded.embedding):
-            return self._stack.logits(batch, self._cache)
+            return self._stack.logits(batch.resolved(), self._cache)
 
     def greedy(self, batch: ForwardBatch, wanted: NDArray[np.bool_]) -> tuple[GreedyTokens, Tensor]:
         """The stack finds the largest logits while it multiplies; those not wanted never come to memory."""

@@ -70,7 +70,7 @@ class ModulesBackend(Backend):
         A model whose forward pass waits for the device (for routing tokens to experts, say) runs without.
         """
         blocks = -(-max_model_len // self._cache.block_size)
-        places = blocks, self._cache.block_size, spare_block, self.device
+        places = blocks, self._cache.block_size, spare_block, self.device, self._attend is triton.attend
         recorder = CudaRecorder()
         try:
             with torch.inference_mode():
@@ -98,7 +98,7 @@ class ModulesBackend(Backend):
                 return self._graphs.run(batch)
             if self._mixed is not None and self._mixed.fits(batch):
                 return self._mixed.run(batch)
-            return self._forward(batch)
+            return self._forward(batch.resolved())
 
     @property
     def gives_hidden_states(self) -> bool:

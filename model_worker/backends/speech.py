@@ -94,6 +94,7 @@ class SpeechBackend(Backend):
         """Return the logits; zeros for a token of a clip, which predicts nothing."""
         if batch.block_size != self._cache.block_size:
             raise ValueError(f"the batch has blocks of {batch.block_size} tokens, not {self._cache.block_size}")
+        batch = batch.resolved()
         with torch.inference_mode(), _threads(1):
             of_clip = batch.positions < self._clip_tokens
             clip = of_clip.nonzero().squeeze(-1)

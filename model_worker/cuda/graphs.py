@@ -37,8 +37,16 @@ class DecodeBuffers:
     """A decode step of up to `max_rows` rows in memory that stays where it is."""
 
     def __init__(
-        self, max_rows: int, blocks_per_row: int, block_size: int, spare_block: int, device: torch.device
+        self,
+        max_rows: int,
+        blocks_per_row: int,
+        block_size: int,
+        spare_block: int,
+        device: torch.device,
+        kernels: bool = False,
     ) -> None:
+        """With `kernels` a step is filled in by one of Triton's, in one launch."""
+        self._kernels = kernels
         self.max_rows = max_rows
         self.blocks_per_row = blocks_per_row
         self.block_size = block_size
@@ -55,6 +63,10 @@ class DecodeBuffers:
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch into the first `size` rows, and pad the rest of them."""
+        if self._kernels:
+            self._launch(batch, size)
+            return
+        batch = batch.resolved()
         rows = batch.num_tokens
         table = self._block_tables[:, : batch.block_tables.shape[1]]
         for column, values in (
@@ -75,6 +87,33 @@ class DecodeBuffers:
                 (self._block_tables[:, :1], self._spare_block),
             ):
                 column[rows:size].fill_(value)
+
+    def _launch(self, batch: ForwardBatch, size: int) -> None:
+        from model_worker.cuda import fill_kernel as kernels
+
+        owners = batch.owners
+        kernels.fill_decode_kernel[(size,)](
+            self._tokens,
+            self._positions,
+            self._slots,
+            self._kv_len,
+            self._block_tables,
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+            batch.kv_len,
+            batch.block_tables,
+            batch.tokens if owners is None else owners,
+            batch.tokens if owners is None else batch.last_tokens,
+            batch.num_tokens,
+            batch.block_tables.shape[1],
+            self._block_tables.stride(0),
+            batch.block_tables.stride(0),
+            self._spare_block,
+            self._spare_block * self.block_size,
+            int(owners is not None),
+            BLOCK=kernels.BLOCK,
+        )
 
     def batch(self, size: int) -> ForwardBatch:
         """Return the first `size` rows as a new batch: its derived values must be derived in the graph."""

@@ -40,7 +40,10 @@ class MixedBuffers:
         block_size: int,
         spare_block: int,
         device: torch.device,
+        kernels: bool = False,
     ) -> None:
+        """With `kernels` a step is filled in by one of Triton's, in one launch."""
+        self._kernels = kernels
         self.sizes = token_sizes(max_tokens)
         self.max_rows = max_rows
         self.blocks_per_row = blocks_per_row
@@ -60,6 +63,10 @@ class MixedBuffers:
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch into the buffers, and pad it to `size` tokens."""
+        if self._kernels:
+            self._launch(batch, size)
+            return
+        batch = batch.resolved()
         tokens, rows = batch.num_tokens, batch.num_sequences
         for column, values in (
             (self._tokens[:tokens], batch.tokens),
@@ -81,6 +88,42 @@ class MixedBuffers:
             (self._logit_positions[len(batch.logit_positions) :], 0),
         ):
             column.fill_(value)
+
+    def _launch(self, batch: ForwardBatch, size: int) -> None:
+        from model_worker.cuda import fill_kernel as kernels
+
+        owners = batch.owners
+        kernels.fill_mixed_kernel[(max(size, self.max_rows + 2),)](
+            self._tokens,
+            self._positions,
+            self._slots,
+            self._query_start,
+            self._kv_len,
+            self._block_tables,
+            self._logit_positions,
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+            batch.query_start,
+            batch.kv_len,
+            batch.block_tables,
+            batch.logit_positions,
+            batch.tokens if owners is None else owners,
+            batch.tokens if owners is None else batch.last_tokens,
+            batch.num_tokens,
+            batch.num_sequences,
+            len(batch.logit_positions),
+            size,
+            self.max_rows,
+            batch.block_tables.shape[1],
+            self._block_tables.shape[1],
+            self._block_tables.stride(0),
+            batch.block_tables.stride(0),
+            self._spare_block,
+            self._spare_block * self._block_size,
+            int(owners is not None),
+            BLOCK=kernels.BLOCK,
+        )
 
     def fill_whole(self, size: int) -> None:
         """Let all of `size` tokens be padding."""

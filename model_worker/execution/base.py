@@ -141,8 +141,15 @@ class DeviceStep(RunningRows):
         if self._watched is not None:
             backend.watch(*self._watched)
 
-    def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
-        """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`."""
+    def batch(
+        self,
+        packed: PackedStep,
+        wanted: NDArray[np.int64] | None = None,
+        owners: NDArray[np.int64] | None = None,
+        drawing: NDArray[np.int32] | None = None,
+    ) -> ForwardBatch:
+        """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`. `owners`
+        and `drawing` are those of ForwardBatch."""
         return ForwardBatch.build(
             tokens=packed.tokens,
             query_lens=packed.ntok,
@@ -156,6 +163,8 @@ class DeviceStep(RunningRows):
             seen=packed.seen,
             adapters=packed.adapters,
             rows=packed.rows,
+            owners=owners,
+            drawing=drawing,
         )
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
 from model_worker.batch import ForwardBatch
-from model_worker.device_copy import Download, Mark, upload, upload_together
+from model_worker.device_copy import Download, Mark, upload
 from model_worker.execution import reports
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
@@ -53,7 +53,8 @@ class OverlapCuda:
         shared = self._shared
         began = Mark(shared.backend.device)
         with torch.inference_mode():
-            logits = shared.backend.logits(self._batch(packed))[: len(packed.sampling)]
+            batch = self._batch(packed)
+            logits = shared.backend.logits(batch)[: len(packed.sampling)]
             constrained = shared.masks is not None and bool(shared.masks.constrain(packed.rows[packed.sampling]).any())
             if constrained:
                 packed, logits = self._after_earlier(step, packed, logits)
@@ -61,7 +62,8 @@ class OverlapCuda:
             if shared.masks is not None and constrained:
                 shared.refused |= shared.masks.apply(logits, rows, shared.sampler.columns)
             errors = shared.refusals(rows)
-            launched = self._draw(packed, rows, logits, began)
+            place = None if constrained else batch.drawing
+            launched = self._draw(packed, rows, logits, began, place)
         number = shared.rows.launch(packed)
 
         def read() -> StepResult:
@@ -84,13 +86,21 @@ class OverlapCuda:
         still = np.isin(packed.sampling, again.sampling)
         return again, logits if still.all() else logits[upload(np.flatnonzero(still), logits.device)]
 
-    def _draw(self, packed: PackedStep, rows: NDArray[np.int32], logits: torch.Tensor, began: Mark) -> _Launched:
-        """Launch the draw, and the copy of what it gives."""
+    def _draw(
+        self,
+        packed: PackedStep,
+        rows: NDArray[np.int32],
+        logits: torch.Tensor,
+        began: Mark,
+        place: torch.Tensor | None,
+    ) -> _Launched:
+        """Launch the draw, and the copy of what it gives. `place` are the rows on the device, where they are there."""
         ahead = self._shared.sampler.sample_ahead(logits, rows, packed.positions)
         if self._shared.sampler.needs_host(rows):
             # What was drawn is counted: a second launch would count it again.
             self._shared.repeatable = False
-        place = upload(rows.astype(np.int64), logits.device)
+        if place is None:
+            place = upload(rows.astype(np.int64), logits.device)
         self._last_tokens.index_copy_(0, place, ahead.tokens.clamp(min=0))
         return _Launched(ahead, began, [Download(tensor) for tensor in ahead.tensors])
 
@@ -108,9 +118,10 @@ class OverlapCuda:
 
     def _batch(self, packed: PackedStep) -> ForwardBatch:
         """Make the forward's input, with tokens that only the device has."""
-        batch = self._shared.batch(packed)
         places, rows = self._shared.rows.unread(packed)
-        if not len(places):
-            return batch
-        where, owners = upload_together((places, rows), np.int64, self._shared.backend.device)
-        return replace(batch, tokens=batch.tokens.index_copy(0, where, self._last_tokens[owners]))
+        # None or some: a recorded step looks them up in either case, as it is filled.
+        owners = np.full(len(packed.tokens), -1, np.int64)
+        owners[places] = rows
+        drawing = packed.rows[packed.sampling]
+        batch = self._shared.batch(packed, owners=owners if len(places) else None, drawing=drawing)
+        return replace(batch, last_tokens=self._last_tokens)

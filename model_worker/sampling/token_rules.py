@@ -92,7 +92,7 @@ class RuleStage(Stage[TokenRules]):
 def _places(pairs: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and the columns of elements, given as (row, columns)."""
     rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
-    found, ids = upload_together((rows, np.concatenate([ids for _, ids in pairs])), np.int64, device)
+    found, ids = upload_together([rows, np.concatenate([ids for _, ids in pairs]).astype(np.int64)], device)
     return found, ids
 
 
