@@ -101,7 +101,7 @@ class OverlapCuda:
             self._shared.repeatable = False
         if place is None:
             place = upload(rows.astype(np.int64), logits.device)
-        self._last_tokens.index_copy_(0, place, ahead.tokens.clamp(min=0))
+        self._shared.sampler.columns.keep(self._last_tokens, place, ahead.tokens)
         return _Launched(ahead, began, [Download(tensor) for tensor in ahead.tensors])
 
     def _forced(self, rows: NDArray[np.int32], sampled: Sampled, number: int) -> dict[int, list[int]]:

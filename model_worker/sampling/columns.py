@@ -64,6 +64,25 @@ class Columns:
         found[:, :width].masked_fill_(allowed == 0, -torch.inf)
         logits[rows] = found
 
+    def finish(self, tokens: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        """Return `tokens`, and -1 where the largest logit of a row is not finite. `tokens` may be changed."""
+        if not self.kernels or not len(tokens):
+            return torch.where(torch.isfinite(top), tokens, -1)
+        from model_worker.cuda import finish_kernel as kernels
+
+        kernels.finish_kernel[(-(-len(tokens) // kernels.BLOCK),)](tokens, top, len(tokens), BLOCK=kernels.BLOCK)
+        return tokens
+
+    def keep(self, last_tokens: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Put tokens into their places among the last ones of rows; 0 for a bad row."""
+        if not self.kernels or not len(tokens):
+            last_tokens.index_copy_(0, places, tokens.clamp(min=0))
+            return
+        from model_worker.cuda import finish_kernel as kernels
+
+        grid = (-(-len(tokens) // kernels.BLOCK),)
+        kernels.keep_kernel[grid](last_tokens, places, tokens, len(tokens), BLOCK=kernels.BLOCK)
+
     def penalise(
         self,
         logits: torch.Tensor,
@@ -127,4 +146,16 @@ def _are_equal(device: torch.device, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:
             columns.penalise(changed, counts, index, index[::-1].copy(), penalties)
         results.append(changed)
-    return torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-6)
+    return torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-6) and _finish_alike(device, dtype)
+
+
+def _finish_alike(device: torch.device, dtype: torch.dtype) -> bool:
+    top = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, -3.0], dtype=dtype, device=device)
+    places = torch.tensor([4, 0, 6, 2, 1], device=device)
+    results = []
+    for columns in (Columns(kernels=True), OPERATIONS):
+        tokens = columns.finish(torch.arange(5, 10, device=device), top)
+        last = torch.full((8,), 99, device=device)
+        columns.keep(last, places, tokens)
+        results.append(torch.cat([tokens, last]))
+    return torch.equal(results[0], results[1])

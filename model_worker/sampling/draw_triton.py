@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from model_worker.attention.triton import missing
-from model_worker.device_copy import upload
+from model_worker.device_copy import upload_together
 from model_worker.sampling import draw_cuda
 from model_worker.sampling.draw import Choices
 
@@ -41,9 +41,9 @@ def draw(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
     device = scaled.device
     if scaled.stride(1) != 1:
         scaled = scaled.contiguous()
-    keys = upload(choices.keys.view(np.int64), device)
-    columns = (choices.top_k.astype(np.int32), choices.top_p.astype(np.float64), choices.log_min_p.astype(np.float32))
-    top_k, top_p, log_min_p = (upload(column, device) for column in columns)
+    kinds = {"top_p": np.float64, "top_k": np.int32, "log_min_p": np.float32}
+    columns = [choices.keys.view(np.int64), *(getattr(choices, name).astype(kind) for name, kind in kinds.items())]
+    keys, top_p, top_k, log_min_p = upload_together(columns, device)
     edges = torch.empty(rows, dtype=torch.float32, device=device)
     ties = torch.empty(rows, dtype=torch.int32, device=device)
     scratch = torch.empty(rows, _ROOM, dtype=torch.float32, device=device)

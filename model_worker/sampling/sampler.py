@@ -237,7 +237,7 @@ class SamplerRows:
         worked = np.flatnonzero(self.needs_logits(rows, positions))
         if len(worked) < len(rows) or not len(rows):
             top, tokens = logits.max(dim=-1)
-            tokens = torch.where(torch.isfinite(top), tokens, -1)
+            tokens = self.columns.finish(tokens, top)
         if not len(worked):
             return Ahead(tokens)
         index = None if len(worked) == len(rows) else upload(worked, logits.device)
