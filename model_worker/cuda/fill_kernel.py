@@ -30,7 +30,18 @@ def _copy_row(to, source, width, BLOCK: tl.constexpr):
         tl.store(to + at, tl.load(source + at, mask=at < width), mask=at < width)
 
 
-_OF_A_STEP = ["tokens", "positions", "slots", "kv_len", "tables", "owners", "rows", "width", "table_row", "deferred"]
+_OF_A_STEP = [
+    "tokens",
+    "positions",
+    "slots",
+    "kv_len",
+    "tables",
+    "owners",
+    "sequences",
+    "width",
+    "table_row",
+    "deferred",
+]
 
 
 @_jit(do_not_specialize=_OF_A_STEP)
@@ -47,7 +58,7 @@ def fill_decode_kernel(
     tables,
     owners,
     last_tokens,
-    rows,
+    sequences,
     width,
     table_row_to,
     table_row,
@@ -56,10 +67,10 @@ def fill_decode_kernel(
     deferred,
     BLOCK: tl.constexpr,
 ):
-    """Fill a row of a decode step; those from `rows` on are one token in the spare block. Programs: row."""
+    """Fill a row of a decode step; those from `sequences` on are one token in the spare block. Programs: row."""
     row = tl.program_id(0)
     to = tables_to + row.to(tl.int64) * table_row_to
-    if row < rows:
+    if row < sequences:
         tl.store(tokens_to + row, _token(tokens, owners, last_tokens, row, deferred))
         tl.store(positions_to + row, tl.load(positions + row))
         tl.store(slots_to + row, tl.load(slots + row))
@@ -92,7 +103,7 @@ def fill_mixed_kernel(
     owners,
     last_tokens,
     count,
-    rows,
+    sequences,
     wanted,
     size,
     most_rows,
@@ -119,16 +130,16 @@ def fill_mixed_kernel(
         tl.store(positions_to + i, 0)
         tl.store(slots_to + i, spare_slot)
     to = tables_to + i.to(tl.int64) * table_row_to
-    if i < rows:
+    if i < sequences:
         tl.store(kv_len_to + i, tl.load(kv_len + i))
         _copy_row(to, tables + i.to(tl.int64) * table_row, width, BLOCK)
     elif i <= most_rows:
         tl.store(kv_len_to + i, tl.maximum(size - count, 1))
-    if i == rows:
+    if i == sequences:
         for start in range(0, width_to, BLOCK):
             at = start + tl.arange(0, BLOCK)
             tl.store(to + at, tl.zeros([BLOCK], tl.int32) + spare_block, mask=at < width_to)
-    if i <= rows:
+    if i <= sequences:
         tl.store(query_start_to + i, tl.load(query_start + i))
     elif i <= most_rows + 1:
         tl.store(query_start_to + i, size)

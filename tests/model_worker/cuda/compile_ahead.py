@@ -19,6 +19,8 @@ from model_worker.attention.triton import PIECE, _shape
 from model_worker.cuda import (
     column_kernels,
     draw_kernels,
+    fill_kernel,
+    finish_kernel,
     gate_kernel,
     kv_write_kernel,
     norm_kernel,
@@ -48,6 +50,9 @@ POINTERS = {
     "index": "*i64",
     "masks": "*i32",
     "places": "*i64",
+    **dict.fromkeys(("positions", "owners", "last_tokens", "logit_positions"), "*i64"),
+    **dict.fromkeys(("tokens_to", "positions_to", "slots_to", "logit_positions_to"), "*i64"),
+    **dict.fromkeys(("tables", "tables_to", "kv_len_to", "query_start_to"), "*i32"),
     "counts": "*i32",
     "frequency": "*fp32",
     "presence": "*fp32",
@@ -61,7 +66,7 @@ POINTERS = {
 
 # Tensors of the model's dtype.
 OF_THE_MODEL = (
-    *("q", "k", "v", "k_cache", "v_cache", "out", "x", "gate", "up", "logits"),
+    *("q", "k", "v", "k_cache", "v_cache", "out", "x", "gate", "up", "logits", "top"),
     *("weight", "inner", "residual", "rows", "cos", "sin", "q_weight", "k_weight"),
 )
 FEW = (
@@ -101,6 +106,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     heads = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 48, "HALF_WIDE": 64, "REST_WIDE": 32, "NORM": True, "FORM": 2}
     both = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "V_WIDE": 128}
     yield "rotary", rotary_kernel.rotary_kernel, {**heads, **both}, "bf16"
+    yield "fill decode", fill_kernel.fill_decode_kernel, {"BLOCK": 256}, "bf16"
+    yield "fill mixed", fill_kernel.fill_mixed_kernel, {"BLOCK": 256}, "bf16"
+    yield "finish", finish_kernel.finish_kernel, {"BLOCK": 128}, "bf16"
+    yield "keep", finish_kernel.keep_kernel, {"BLOCK": 128}, "bf16"
     yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
     yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
     yield "mask", column_kernels.mask_kernel, {"BLOCK": 1024}, "bf16"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_worker import batch
 from model_worker.cuda.graphs import DecodeBuffers, DecodeGraphs
+from model_worker.device_copy import upload_together
 from model_worker.sampling.columns import Columns
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import counted_launches
@@ -34,13 +34,12 @@ def test_a_greedy_step_has_four_launches_around_its_recording(
     for each in (worker, plain):
         each.prefill(join(0, PROMPT), join(1, PROMPT[:2]))
     copies = []
-    upload = batch.upload_together
 
     def counted(*arguments: object) -> list[Tensor]:
         copies.append(arguments)
-        return upload(*arguments)  # type: ignore[arg-type]
+        return upload_together(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(batch, "upload_together", counted)
+    monkeypatch.setattr("model_worker.batch.upload_together", counted)
     names: list[str] = []
 
     def recorder(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
