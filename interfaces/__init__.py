@@ -99,7 +99,7 @@ context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
 messages: Action AdapterAnswer AdapterFailed AdapterLoaded AdapterOrder AdapterState AdapterStatus Batch BatchResult
     CUT_IMAGES Cancel Decision DecisionsAnswer DecisionsInquiry Detach Dismissal DropAdapter EPOCHS_OF_A_SUPERVISOR
-    FIRST_VERSION Finish GENERATE Goodbye GroupSpec Hello Inquiry InquiryAnswer Join KV_CACHE KvMoved KvPiece
+    FIRST_VERSION Finish GENERATE Goodbye GroupSpec Hello Inquiry InquiryAnswer Join KV_CACHE KeptStep KvMoved KvPiece
     KvTaken LOWEST_PRIORITY LoadAdapter NO_IMAGES Order OrderAnswer Ping PixelJoin PixelPreview PixelResult
     PixelStep REGISTRATION_SIZE Ready Refusal Results Retire RowGrammar RunningMode SESSION_MEDIA_BYTES
     SchedulingOptions SessionAction SessionAnswer SessionMedium SessionOrder ShipKv Stage Status Step StepResult

@@ -243,7 +243,13 @@ class OneShotLane:
                 text = f"the model worker crashed {crashes} times while it computed {piece} of this request"
                 self._fail(request, RequestError(ErrorCode.FAILED, text))
                 continue
-            self._record(request, f"{story}; {piece} will be computed again", Stage.RECOVERED)
+            if request.next_is_isolated:
+                # What is kept may be what crashes workers.
+                request.kept.pop(piece.first, None)
+            again = f"{piece} will be computed again"
+            if (kept := request.kept.get(piece.first)) is not None:
+                again += f", from step {kept.taken} on"
+            self._record(request, f"{story}; {again}", Stage.RECOVERED)
             self._queue.add(request)
 
     # Inside
@@ -296,6 +302,7 @@ class OneShotLane:
         counters.update(pixel_passes=1, pixel_steps=len(batch.pieces), batch_ms=round(seconds * 1e3))
         for painted in painting.answered(result.number, result.passes.tolist()):
             self._record(painted.piece.request, f"{painted.piece}: step {painted.passes} of {painted.total}")
+        painting.keep(result)
         for piece, why in painting.failed(result):
             self._fail(piece.request, RequestError(ErrorCode.FAILED, why))
         for piece, number, values in painting.previews(result):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import PooledValues, PoolingContext, SchedulingOptions
+from interfaces import KeptStep, PooledValues, PoolingContext, SchedulingOptions
 from scheduler.adapter import Adapter
 from scheduler.quarantine import CRASHES_BEFORE_ISOLATION
 
@@ -82,6 +82,8 @@ class OneShotRequest:
     # Whether the queue holds it.
     queued: bool = False
     ended: bool = False
+    # Steps of images that are kept, by the image's place.
+    kept: dict[int, KeptStep] = field(default_factory=dict)
     # Tokens before each text, or what they weigh.
     _offsets: NDArray[np.int64] = field(init=False)
     # Crashes of workers by text; None while there was none.

@@ -23,6 +23,8 @@ MAX_IMAGES = 16
 # these and those of the largest image together.
 PIXELS_ON_CPU = 1 << 20
 PIXELS_ON_GPU = 1 << 22
+# Bytes of the kept steps of the images on a worker. An image for which there is no room keeps its last one.
+MOST_KEPT_BYTES = 256 << 20
 # Parts of an image's passes after which its progress is recorded.
 _PARTS = 4
 
@@ -40,6 +42,12 @@ class Painted:
         context = self.piece.request.context
         assert isinstance(context, PaintingContext)
         return context
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of its kept step."""
+        kept = self.piece.request.kept.get(self.piece.first)
+        return 0 if kept is None else len(kept.state)
 
     def advance(self) -> bool:
         """Count a pass. Returns whether its progress is worth a line in the request's log."""
@@ -79,13 +87,18 @@ class Painting:
         return len(self._images) < MAX_IMAGES and pixels < self._most_pixels and not self.has_isolated
 
     def join(self, piece: Piece, remote: bool = False) -> PixelJoin:
-        """Add an image. Returns what the worker has to know of it: without shared memory if it is `remote`."""
+        """Add an image, which goes on from the step of it that is kept, if there is one.
+
+        Returns what the worker has to know of it: without shared memory if it is `remote`.
+        """
         number = self._next
         self._next += 1
-        painted = Painted(piece)
+        kept = piece.request.kept.get(piece.first)
+        painted = Painted(piece, 0 if kept is None else kept.taken)
         self._images[number] = painted
         context = painted.context.part(piece.first, piece.end)
-        return PixelJoin(number, context.inline() if remote else context)
+        state = b"" if kept is None else kept.state
+        return PixelJoin(number, context.inline() if remote else context, state)
 
     def sent(self, number: int, joining: int) -> NDArray[np.int32]:
         """Note that pass `number` takes a step of all images, the last `joining` of which join in it. Returns them."""
@@ -121,10 +134,22 @@ class Painting:
             else:
                 yield painted.piece, preview.number, preview.values
 
+    def keep(self, result: PixelResult) -> None:
+        """Keep the newest steps of the images that are still wanted, with their requests."""
+        for kept in result.kept:
+            painted = self._images.get(kept.row)
+            if painted is None or painted.piece.request.ended:
+                continue
+            held = sum(other.kept_bytes for other in self._images.values() if other is not painted)
+            if held + len(kept.state) <= MOST_KEPT_BYTES:
+                painted.piece.request.kept[painted.piece.first] = kept
+
     def finished(self, result: PixelResult) -> Iterator[tuple[Piece, PooledValues]]:
         """Remove the images that are done. Yields those that are still wanted, and their values."""
         for row, values in zip(result.finished.tolist(), result.images, strict=False):
             painted = self._images.pop(row, None)
+            if painted is not None:
+                painted.piece.request.kept.pop(painted.piece.first, None)
             if painted is None or painted.piece.request.ended:
                 values.discard()
             else:

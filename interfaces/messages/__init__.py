@@ -50,7 +50,7 @@ from interfaces.messages.api import (
 )
 from interfaces.messages.decisions import Decision, DecisionsAnswer, DecisionsInquiry, Stage
 from interfaces.messages.kv_moves import Dismissal, KvMoved, KvPiece, KvTaken, ShipKv, TakeKv, WorkerLeaves
-from interfaces.messages.pixels import PixelJoin, PixelPreview, PixelResult, PixelStep
+from interfaces.messages.pixels import KeptStep, PixelJoin, PixelPreview, PixelResult, PixelStep
 from interfaces.messages.sessions import (
     SESSION_MEDIA_BYTES,
     SessionAction,
@@ -134,6 +134,7 @@ __all__ = [
     "Inquiry",
     "InquiryAnswer",
     "Join",
+    "KeptStep",
     "KvMoved",
     "KvPiece",
     "KvTaken",

@@ -12,10 +12,11 @@ from interfaces.wire.codec import I32, message
 @dataclass(frozen=True, slots=True)
 class PixelJoin:
     """Begins an image under the number `row`, which no other image of this scheduler gets. The context has one
-    image."""
+    image. With the `state` of a `KeptStep` as `kept` it goes on from there."""
 
     row: int
     context: PaintingContext
+    kept: bytes = b""
 
 
 @message(37)
@@ -44,6 +45,15 @@ class PixelPreview:
     values: PooledValues
 
 
+@dataclass(frozen=True, slots=True)
+class KeptStep:
+    """The image in `row` after `taken` passes, as the bytes by which another worker goes on with it."""
+
+    row: int
+    taken: int
+    state: bytes
+
+
 @message(38)
 @dataclass(slots=True)
 class PixelResult:
@@ -52,7 +62,7 @@ class PixelResult:
     The values of an image are f32[height, width * 3] between 0 and 1. `passes[i]` denoising passes are made in all for
     the image of the i-th of the step's `joins`; 0 if it failed. `errors` maps a row to the reason why it alone failed;
     the worker has it no more. `device_us` is the time of the pass in microseconds. Images and previews stand in shared
-    memory, as the values of a `BatchResult` do.
+    memory, as the values of a `BatchResult` do. `kept` has images that go on, every few seconds.
     """
 
     incarnation: int
@@ -65,3 +75,4 @@ class PixelResult:
     errors: dict[int, str]
     device_us: int
     previews: list[PixelPreview] = field(default_factory=list)
+    kept: list[KeptStep] = field(default_factory=list)

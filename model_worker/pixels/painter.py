@@ -9,10 +9,11 @@ neither messages nor diffusers.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,52 +22,19 @@ from torch import Tensor
 
 from interfaces import PaintingContext, PoolingTask, mapped
 from model_worker.pixels.adapters import AdapterUse, PixelAdapters
-from model_worker.pixels.family import Conditions, Description, Family, Kept, Original, Size, joined
+from model_worker.pixels.canvas import Canvas
+from model_worker.pixels.family import Description, Family, Original, Size, joined
+from model_worker.pixels.kept_step import packed, restore
 from model_worker.pixels.step_cache import StepCache
 
 log = logging.getLogger(__name__)
 
 # Descriptions whose encoded texts are kept.
 KEPT_DESCRIPTIONS = 16
+# Seconds of painting after which an image is kept. It is also kept with each preview, which costs more.
+SECONDS_BETWEEN_KEPT = 2.0
 # Bytes of a mask above it are those of the part that is painted anew.
 _HALF = 127
-
-
-@dataclass(eq=False)
-class Canvas:
-    """One image on its way. `taken` steps have been taken of those in its schedule."""
-
-    size: Size
-    adapter: AdapterUse | None
-    guidance: float
-    latents: Tensor
-    scheduler: Any
-    # Those that are left of the schedule's. Some schedules have more than steps were asked for.
-    timesteps: Tensor
-    # What stays of the image that it began with.
-    kept: Kept | None
-    generator: torch.Generator
-    # The entries of the denoiser's batch: the contrast, if there is guidance, and the description.
-    entries: list[Conditions]
-    # Steps after which a preview is due.
-    due: list[int]
-    # The latents that it was last expected to end with.
-    expected: Tensor
-    cache: StepCache
-    taken: int = 0
-
-    @property
-    def passes(self) -> int:
-        """The steps that it takes."""
-        return len(self.timesteps)
-
-    @property
-    def timestep(self) -> Tensor:
-        return self.timesteps[self.taken]
-
-    @property
-    def is_done(self) -> bool:
-        return self.taken == self.passes
 
 
 class Preview(NamedTuple):
@@ -77,12 +45,22 @@ class Preview(NamedTuple):
     pixels: NDArray[np.float32]
 
 
+class KeptImage(NamedTuple):
+    """An image on its way as bytes, after so many of its passes."""
+
+    row: int
+    taken: int
+    state: bytes
+
+
 class Pass(NamedTuple):
-    """What a pass has made: images by row, f32[height, width * 3], previews, and the reasons of rows that failed."""
+    """What a pass has made: images by row, f32[height, width * 3], previews, the reasons of rows that failed, and the
+    images on their way that are kept now."""
 
     images: dict[int, NDArray[np.float32]]
     previews: list[Preview]
     errors: dict[int, str]
+    kept: list[KeptImage]
 
 
 @dataclass(eq=False)
@@ -127,9 +105,9 @@ class Painter:
             self._canvases.pop(row, None)
 
     @torch.inference_mode()
-    def begin(self, row: int, context: PaintingContext) -> int:
-        """Begin the only image of a context. Returns the number of its passes. ValueError for one that this model
-        cannot paint."""
+    def begin(self, row: int, context: PaintingContext, kept: bytes = b"") -> int:
+        """Begin the only image of a context, or go on with it from a kept step. Returns the number of its passes.
+        ValueError for one that this model cannot paint."""
         wrong = [side for side in (context.height, context.width) if side % self.multiple]
         if wrong:
             raise ValueError(f"height and width must be multiples of {self.multiple}, got {wrong[0]}")
@@ -156,6 +134,11 @@ class Painter:
             generator=generator,
             entries=[self.family.conditions(half, size, context.guidance_scale) | begun.conditions for half in halves],
         )
+        if kept:
+            try:
+                restore(canvas, kept)
+            except ValueError as error:
+                log.warning("an image begins again: %s", error)
         self._canvases[row] = canvas
         return canvas.passes
 
@@ -185,7 +168,7 @@ class Painter:
                     f"the pixels of {self.architecture} are not finite: its weights are broken, or {self.dtype} is too "
                     "narrow for it; serve it with --dtype float32"
                 )
-        return Pass(images, self._previews(groups.values()), errors)
+        return Pass(images, self._previews(groups.values()), errors, self._kept())
 
     def _previews(self, groups: Iterable[list[int]]) -> list[Preview]:
         """Decode the previews that are due after a pass over these rows. One that is not finite is left out."""
@@ -197,6 +180,23 @@ class Painter:
                 if np.isfinite(pixels).all():
                     previews.append(Preview(row, canvas.due.index(canvas.taken) + 1, pixels))
         return previews
+
+    def _kept(self) -> list[KeptImage]:
+        """Keep the images that have been painted for a while since they began or were kept, or had a preview now."""
+        now = time.monotonic()
+        due = [
+            row
+            for row, canvas in self._canvases.items()
+            if canvas.taken in canvas.due or now - canvas.kept_at >= SECONDS_BETWEEN_KEPT
+        ]
+        found = []
+        for row in due:
+            canvas = self._canvases[row]
+            canvas.kept_at = now
+            state = packed(canvas) if canvas.taken else None
+            if state is not None:
+                found.append(KeptImage(row, canvas.taken, state))
+        return found
 
     def _decoded(self, latents: Tensor, size: Size) -> NDArray[np.float32]:
         """Return the pixels of latents, f32[height, width * 3]."""

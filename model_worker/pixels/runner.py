@@ -10,7 +10,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Handover, PixelPreview, PixelResult, PixelStep, PooledValues
+from interfaces import Handover, KeptStep, PixelPreview, PixelResult, PixelStep, PooledValues
 from model_worker.one_shot import Computed, OneShotRunner
 from model_worker.pixels.painter import Painter
 
@@ -47,7 +47,7 @@ class PixelRunner(OneShotRunner):
         errors: dict[int, str] = {}
         for join in step.joins:
             try:
-                passes.append(self._painter.begin(join.row, join.context))
+                passes.append(self._painter.begin(join.row, join.context, join.kept))
             except ValueError as error:
                 passes.append(0)
                 errors[join.row] = str(error)
@@ -63,6 +63,7 @@ class PixelRunner(OneShotRunner):
             previews=previews,
             passes=np.array(passes, np.int32),
             errors=errors | made.errors,
+            kept=[KeptStep(*kept) for kept in made.kept],
             device_us=max(1, int((time.monotonic() - begun) * 1e6)),
         )
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from interfaces import (
     Finish,
+    KeptStep,
     PaintingContext,
     PixelPreview,
     PixelResult,
@@ -71,6 +72,9 @@ class Studio:
         # Seeds of images that fail alone, and of those that crash their worker.
         self.wrong: set[int] = set()
         self.deadly: set[int] = set()
+        # Passes after which an image is kept, again and again; and the steps that images went on from.
+        self.keeps = 0
+        self.continued: list[int] = []
         for index in range(workers):
             self.start_worker(index)
 
@@ -123,7 +127,9 @@ class Studio:
                 errors[join.row] = "it cannot be painted"
                 passes.append(0)
                 continue
-            canvases[join.row] = Canvas(join.context)
+            canvases[join.row] = Canvas(join.context, int(join.kept or b"0"))
+            if join.kept:
+                self.continued.append(canvases[join.row].taken)
             passes.append(join.context.steps + 1)
         if any(int(canvas.context.seeds[0]) in self.deadly for canvas in canvases.values()):
             self.kill_worker(index)
@@ -132,6 +138,7 @@ class Studio:
             return None
         done = []
         previews = []
+        kept = []
         for row in step.rows.tolist():
             if row in canvases:
                 canvases[row].taken += 1
@@ -140,6 +147,8 @@ class Studio:
                     previews.append(PixelPreview(row, canvases[row].taken, seen))
                 if canvases[row].taken == canvases[row].context.steps + 1:
                     done.append(row)
+                elif self.keeps and canvases[row].taken % self.keeps == 0:
+                    kept.append(KeptStep(row, canvases[row].taken, b"%8d" % canvases[row].taken))
         images = []
         for row in done:
             context = canvases.pop(row).context
@@ -156,6 +165,7 @@ class Studio:
             errors,
             1,
             previews,
+            kept,
         )
         self.scheduler.batch_result(decode(encode(result)))
         self.read()
@@ -316,6 +326,61 @@ def test_images_of_a_lost_worker_begin_again_and_are_the_same() -> None:
     assert any("will be computed again" in studio.log_of(i) for i in range(4))
 
 
+def test_an_image_goes_on_from_its_newest_kept_step_on_another_worker() -> None:
+    studio = Studio(workers=2, pass_seconds=1.0)
+    studio.keeps = 2
+    studio.submit([5], steps=9)
+    for _ in range(5):
+        studio.turn()
+    (first,) = [index for index, held in studio.canvases.items() if held]
+    studio.kill_worker(first)
+    assert "image 0 will be computed again, from step 4 on" in studio.log_of(0)
+    before = len(studio.sent)
+    studio.drain()
+    studio.asked[0].check()
+    assert studio.continued == [4]
+    # One pass more than it has steps, without the four that were kept.
+    assert len(studio.sent) - before == 10 - 4
+    assert "image 0: step 6 of 10" in studio.log_of(0).partition("again")[2]
+
+
+def test_what_is_kept_is_bounded_and_ends_with_its_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(painting, "MOST_KEPT_BYTES", 10)
+    studio = Studio(pass_seconds=1.0)
+    studio.keeps = 1
+    first, second = studio.submit([1], steps=9), studio.submit([2], steps=9)
+    for _ in range(3):
+        studio.turn()
+    held = {request.handle: request.kept for request in studio.scheduler.oneshot}
+    # Eight bytes each: the second one finds no room.
+    assert ([kept.taken for kept in held[first].values()], held[second]) == ([3], {})
+    studio.kill_worker(0)
+    studio.start_worker(0)
+    studio.drain()
+    assert studio.continued == [3]
+    assert held == {first: {}, second: {}}
+    for asked in studio.asked.values():
+        asked.check()
+
+
+def test_an_image_that_crashes_workers_does_not_go_on_from_what_may_be_the_reason() -> None:
+    studio = Studio(pass_seconds=1.0)
+    studio.keeps = 1
+    studio.submit([1], steps=9)
+    for crash in range(2):
+        for _ in range(3):
+            studio.turn()
+        studio.kill_worker(0)
+        studio.start_worker(0)
+        studio.turn()
+        # The first crash may have been another's fault.
+        assert studio.continued == [3]
+        (canvas,) = studio.canvases[0].values()
+        assert canvas.taken == (4 if crash == 0 else 1)
+    studio.drain()
+    studio.asked[0].check()
+
+
 def test_images_are_shared_among_workers() -> None:
     studio = Studio(workers=2, pass_seconds=1.0)
     studio.submit([1, 2, 3, 4], steps=5)
@@ -342,6 +407,7 @@ def test_an_image_that_crashes_workers_fails_alone() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_happens_every_image_is_answered_once(seed: int) -> None:
     studio = Studio(workers=2, seed=seed, pass_seconds=0.001)
+    studio.keeps = seed % 3
     drawn = studio.random
     cancelled = set()
     for _ in range(200):

@@ -38,6 +38,7 @@ from interfaces import (
     Inquiry,
     InquiryAnswer,
     Join,
+    KeptStep,
     KvMoved,
     LoadAdapter,
     LoRAOperation,
@@ -256,7 +257,7 @@ statuses = st.builds(
 )
 seconds = st.none() | st.floats(0, 1e6)
 scheduling = st.builds(SchedulingOptions, text, st.integers(1, 1000), i31, seconds, seconds, text, st.booleans(), text)
-pixel_joins = st.builds(PixelJoin, i31, st.builds(painting_context, st.just(1)))
+pixel_joins = st.builds(PixelJoin, i31, st.builds(painting_context, st.just(1)), st.binary(max_size=9))
 messages = st.one_of(
     st.builds(Hello, text, column(np.int32)),
     st.builds(Unknown, i31, column(np.int32), st.booleans()),
@@ -303,6 +304,7 @@ messages = st.one_of(
         errors=st.dictionaries(i31, text, max_size=3),
         device_us=i31,
         previews=st.lists(st.builds(PixelPreview, i31, i31, pooled_values()), max_size=2),
+        kept=st.lists(st.builds(KeptStep, i31, i31, st.binary(max_size=9)), max_size=2),
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),

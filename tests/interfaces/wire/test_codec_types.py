@@ -346,7 +346,7 @@ ELSEWHERE = {
     *("Ping", "Refusal", "Welcome"),
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionMedium", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
-    *("Batch", "BatchResult", "PixelJoin", "PixelPreview", "PixelResult", "PixelStep", "Ready", "Vectors"),
+    *("Batch", "BatchResult", "KeptStep", "PixelJoin", "PixelPreview", "PixelResult", "PixelStep", "Ready", "Vectors"),
     "KvMoved",
     *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
     *("GroupSpec", "TensorSpec", "WeightsAnswer", "WeightsCommand", "WeightsOrder", "WeightsReport", "WeightsStatus"),
