@@ -347,7 +347,7 @@ ELSEWHERE = {
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionMedium", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     *("Batch", "BatchResult", "KeptStep", "PixelJoin", "PixelPreview", "PixelResult", "PixelStep", "Ready", "Vectors"),
-    "KvMoved",
+    *("Dismissal", "KvMoved", "KvPiece", "KvTaken", "ShipKv", "TakeKv", "WorkerLeaves"),
     *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
     *("GroupSpec", "TensorSpec", "WeightsAnswer", "WeightsCommand", "WeightsOrder", "WeightsReport", "WeightsStatus"),
     "WeightsVersion",
