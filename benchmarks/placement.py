@@ -1,7 +1,10 @@
-"""`python -m benchmarks.placement`: what placement by exact prefix saves, beside least-loaded and round-robin.
+"""`python -m benchmarks.placement [--real]`: what placement by exact prefix saves, beside least-loaded and round-robin.
 
 The real scheduler places requests on simulated workers, which take as long for a step as a GPU with an 8B model takes.
 Time is simulated too, so a run takes seconds and gives the same figures on every machine. No model, no sockets.
+
+With `--real` it is the scheduler's process and four model workers of this machine (`placement_set.py`): tokens that are
+cached are as many on every machine, times are this machine's.
 """
 
 from __future__ import annotations
@@ -178,7 +181,7 @@ class Simulation:
             self._start_worker(index, 0)
 
     def run(self) -> Outcome:
-        prompts = _prompts(self._scenario)
+        prompts = prompts_of(self._scenario)
         for handle, (arrival, tokens, answer) in enumerate(prompts):
             self._at(arrival, partial(self._submit, handle, tokens, answer))
         if self._scenario.restart_at is not None:
@@ -186,17 +189,22 @@ class Simulation:
         while self._events:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
+            self._between()
             while steps := self._scheduler.next_steps():
                 for index, step in steps:
                     ready, result = self._workers[index].run(step, self._now)
                     self._at(ready, partial(self._scheduler.step_result, result))
+            self._between()
             self._read_results()
         total = sum(len(tokens) for _, tokens, _ in prompts)
-        ideal = _shared_tokens(self._scenario, [tokens for _, tokens, _ in prompts])
+        ideal = shared_tokens(self._scenario, [tokens for _, tokens, _ in prompts])
         placed = {index: worker.joined for index, worker in self._workers.items()}
         times = [self._first[handle] - arrived for handle, arrived in self._arrived.items()]
         hits = sum(self._cached.values()) / total
         return Outcome(hits, ideal / total, list(self._queued.values()), times, placed)
+
+    def _between(self) -> None:
+        """What a variant does around the steps."""
 
     def _start_worker(self, index: int, epoch: int) -> None:
         self._workers[index] = SimulatedWorker(index, epoch, self._scenario.pace[index])
@@ -218,22 +226,22 @@ class Simulation:
             self._cached |= results.cached
 
 
-def _prompts(scenario: Scenario) -> list[tuple[float, list[int], int]]:
+def prompts_of(scenario: Scenario, vocabulary: int = VOCABULARY) -> list[tuple[float, list[int], int]]:
     """Arrival, tokens and length of the answer of each request. The first token of a question is its own."""
     rng = random.Random(scenario.seed)
-    shared = [rng.choices(range(1, VOCABULARY), k=scenario.system_tokens) for _ in range(scenario.system_prompts)]
+    shared = [rng.choices(range(1, vocabulary), k=scenario.system_tokens) for _ in range(scenario.system_prompts)]
     made = []
     arrival = 0.0
     for _ in range(scenario.requests):
         arrival += rng.expovariate(scenario.per_second)
-        own = rng.choices(range(1, VOCABULARY), k=scenario.system_tokens)
+        own = rng.choices(range(1, vocabulary), k=scenario.system_tokens)
         system = rng.choice(shared) if shared else own
-        question = rng.choices(range(1, VOCABULARY), k=rng.randint(*QUESTION_TOKENS))
+        question = rng.choices(range(1, vocabulary), k=rng.randint(*QUESTION_TOKENS))
         made.append((arrival, [*system, *question], rng.randint(*ANSWER_TOKENS)))
     return made
 
 
-def _shared_tokens(scenario: Scenario, prompts: Sequence[list[int]]) -> int:
+def shared_tokens(scenario: Scenario, prompts: Sequence[list[int]]) -> int:
     """Tokens that need no computing if each system prompt is computed once."""
     different = {tuple(prompt[: scenario.system_tokens]) for prompt in prompts}
     return (len(prompts) - len(different)) * scenario.system_tokens
@@ -243,16 +251,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("--requests", type=int, default=Scenario.requests, help="requests of each scenario")
     parser.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals")
+    parser.add_argument("--real", action="store_true", help="four model workers of this machine, and two scenarios")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second of the real set (%(default)s)")
+    parser.add_argument("--model", default="", help="folder of their model; none: the embedded one")
     options = parser.parse_args()
+    if options.real:
+        from benchmarks import placement_set
+
+        placement_set.compare(options.requests, options.seed, options.model, options.rate)
+        return
     print("| scenario | policy | hit rate | ideal | queue p99 ms | first token p50 ms | p99 ms | requests by worker |")
     print("|---|---|---|---|---|---|---|---|")
     for scenario in SCENARIOS:
         for name, make in POLICIES.items():
             scenario = replace(scenario, requests=options.requests, seed=options.seed)
-            print(_row(scenario.name, name, Simulation(scenario, make()).run()))
+            print(row(scenario.name, name, Simulation(scenario, make()).run()))
 
 
-def _row(scenario: str, policy: str, outcome: Outcome) -> str:
+def row(scenario: str, policy: str, outcome: Outcome) -> str:
     times = [
         np.percentile(outcome.queued, 99),
         np.percentile(outcome.first_token, 50),

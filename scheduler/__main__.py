@@ -13,6 +13,7 @@ from scheduler.adapter import AdapterFile
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
 from scheduler.loop import Loop
+from scheduler.placement_cost import Policy, least_cost
 from shared import logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
@@ -41,7 +42,12 @@ def limits_of(settings: Settings) -> Limits:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
     parser.add_argument("--run-dir", required=True, type=Path)
-    run_directory = RunDirectory(parser.parse_args().run_dir)
+    serve(parser.parse_args().run_dir)
+
+
+def serve(folder: Path, policy: Policy = least_cost) -> None:
+    """Schedule for the server whose run directory this is, until a signal. `policy` places requests."""
+    run_directory = RunDirectory(folder)
     become("scheduler", run_directory.stack_file("scheduler"))
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level, settings.log_format)
@@ -54,6 +60,7 @@ def main() -> None:
             adapter_file=AdapterFile(run_directory.adapters_file),
             weights_file=WeightsFile(run_directory.weights_file, run_directory.uploaded_weights),
         )
+        core.policy = policy
         local = len(local_devices(settings.devices))
         loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys, local)
         if settings.kv_events:

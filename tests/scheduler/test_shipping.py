@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import SamplingParams, Step, StepResult, Submit, TextContext
+from interfaces import KvPiece, KvTaken, SamplingParams, Step, StepResult, Submit, TextContext
 from scheduler import shipping
+from scheduler.arrivals import MOST_SECONDS
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard, prompts
 
@@ -21,16 +23,20 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipping, "PIECE_BYTES", 3 * 4 * 8)
 
 
-def running(workers: int = 2, **shape: int) -> Yard:
+def running(workers: int = 2) -> Yard:
     """A yard whose worker 0 has a sequence in the midst of its answer."""
-    yard = Yard(LIMITS, workers, **{"max_model_len": 200, "num_blocks": 100} | shape)
-    params = SamplingParams(seed=0, max_new_tokens=60)
-    yard.max_new[0] = 60
-    yard.scheduler.submit(REPLICA, Submit(0, TextContext.from_prompt(PROMPT, params, request_id="moved")))
-    while len(yard.tokens[0]) < 10:
+    yard = Yard(LIMITS, workers, max_model_len=200, num_blocks=100)
+    begin(yard, 0, PROMPT, "moved")
+    return yard
+
+
+def begin(yard: Yard, handle: int, prompt: list[int], name: str) -> None:
+    """Let a sequence get ten tokens on worker 0."""
+    params = SamplingParams(seed=handle, max_new_tokens=60)
+    yard.scheduler.submit(REPLICA, Submit(handle, TextContext.from_prompt(prompt, params, request_id=name)))
+    while len(yard.tokens[handle]) < 10:
         yard.turn()
     assert yard.scheduler.workers[0].rows.running == 1
-    return yard
 
 
 def finished(yard: Yard) -> str:
@@ -118,3 +124,115 @@ def test_a_sequence_goes_on_elsewhere_and_computes_nothing_anew() -> None:
     assert counters["handed_over"] == 1
     assert counters["shipped_tokens"] >= 49
     assert counters["recovered"] == counters["preemptions"] == 0
+
+
+def test_a_worker_alone_ends_at_once_and_its_sequences_wait() -> None:
+    yard = running(workers=1)
+    yard.leave(0)
+    while yard.workers:
+        yard.turn()
+    assert yard.scheduler.status().waiting == 1
+    yard.start_worker(0, 1)
+    assert "computed again" in finished(yard)
+
+
+def test_a_worker_that_has_nothing_ends_at_once() -> None:
+    yard = running()
+    yard.leave(1)
+    yard.turn()
+    assert list(yard.scheduler.next_shipments()) == []
+    yard.drain()
+    assert list(yard.workers) == [0]
+    assert finished(yard).count("admitted") == 1, "it has stayed where it was"
+
+
+def test_nothing_new_goes_to_a_worker_that_leaves() -> None:
+    yard = running()
+    joined = computed_on(yard, 0)
+    yard.leave(0)
+    yard.submit(1, [5, 6, 7], 5, [])
+    finished(yard)
+    assert yard.tokens[1] == naive_generate([5, 6, 7], 1, [], 8)
+    assert not joined
+
+
+def until_it_is_on_its_way(yard: Yard) -> None:
+    yard.leave(0)
+    while not yard.scheduler.workers[1].arrivals.blocks:
+        yard.turn()
+    assert yard.scheduler.workers[1].arrivals.open, "it was meant to be under way"
+
+
+def test_a_source_that_dies_leaves_what_has_come() -> None:
+    yard = running()
+    left = computed_on(yard, 1)
+    until_it_is_on_its_way(yard)
+    yard.start_worker(0, 1)
+    story = finished(yard)
+    assert "have not come, and are computed" in story
+    assert 1 < left[0] < 49
+
+
+def test_a_target_that_dies_is_followed_by_another() -> None:
+    yard = running(workers=3)
+    until_it_is_on_its_way(yard)
+    yard.start_worker(1, 1)
+    story = finished(yard)
+    assert story.count("are sent by worker 0") == 2
+    assert yard.scheduler.status().counters["recovered"] == 1
+
+
+def test_what_does_not_come_is_computed() -> None:
+    yard = running()
+    left = computed_on(yard, 1)
+    yard.workers[1].losing = 1.0
+    yard.leave(0)
+    assert "49 have not come, and are computed" in finished(yard)
+    assert left == [50]
+
+
+def test_a_source_that_stands_still_is_not_waited_for() -> None:
+    yard = running()
+    left = computed_on(yard, 1)
+    yard.leave(0)
+    while not yard.scheduler.workers[1].arrivals.open:
+        yard.turn()
+    yard.in_flight[0].clear()
+    yard.clock.advance(MOST_SECONDS + 1)
+    assert "have not come, and are computed" in finished(yard)
+    assert left[0] > 1
+
+
+def test_a_copy_that_is_slower_than_computing_is_cut_off() -> None:
+    yard = running()
+    target = yard.scheduler.workers[1]
+    target.prefill_budget.learn(0, 1000, 0.1)
+    left = computed_on(yard, 1)
+    until_it_is_on_its_way(yard)
+    assert target.arrivals.cost(2) > 2
+    finished(yard)
+    assert 1 < left[0] < 49
+    # It is measured now, and does not pay.
+    yard.start_worker(0, 1)
+    begin(yard, 1, [9] * 30, "again")
+    yard.leave(0)
+    yard.drain()
+    assert yard.tokens[1] == naive_generate([9] * 30, 1, [], 90)
+    assert "are sent by" not in " ".join(yard.scheduler.request_log.of("again"))
+
+
+def test_other_forms_and_other_weights_are_computed_again() -> None:
+    yard = running()
+    yard.scheduler.workers[1].arrivals._form = "another"
+    left = computed_on(yard, 1)
+    yard.leave(0)
+    finished(yard)
+    assert left == [50]
+
+
+@pytest.mark.parametrize("message", [KvPiece(1, 0, 0, 99, np.empty(0, np.uint8)), KvTaken(1, 0, 0, 99, True)])
+def test_what_nobody_asked_for_is_refused(message: KvPiece | KvTaken) -> None:
+    yard = running()
+    with pytest.raises(ValueError, match="ticket 99"):
+        yard.scheduler.kv_shipped(message)
+    finished(yard)

@@ -142,3 +142,15 @@ def test_a_worker_with_other_settings_is_refused_with_both_values(bed: Bed, mode
     assert done.returncode != 0
     for text in (log.read_text(), bed.server.log.read_text()):
         assert "dtype is 'bfloat16' here and 'float32' in worker 0" in text
+
+
+def test_streams_of_a_worker_that_is_asked_to_end_go_on_here_with_their_k_and_v(bed: Bed) -> None:
+    """The last test: the worker does not come back."""
+    names = "tokenyard_scheduler_shipped_tokens_total", "tokenyard_scheduler_recovered_total"
+    shipped, recovered = bed.server.totals(*names)
+    bed.check(run(bed.server, bed.asked, lambda _: bed.remote.terminate(), after=1.0))
+    bed.server.wait_for("the worker is gone", 30, lambda: bed.workers() == 1)
+    now, computed_again = bed.server.totals(*names)
+    assert now > shipped
+    assert computed_again == recovered
+    assert bed.remote.wait(STOP_SECONDS) == 0

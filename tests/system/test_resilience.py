@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.system.server import Server, free_port
@@ -64,29 +61,6 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> 
         return now > cancelled and held == [0, 0]
 
     server.wait_for("the request is cancelled and holds nothing", 60, is_gone)
-
-
-def test_the_server_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
-    with Server(model, [*FLAGS, "--api-servers", "2", "--devices", "cpu,cpu"], tmp_path / "log") as server:
-        children = server.children()
-        names = [" ".join(child.cmdline()) for child in children]
-        assert [sum(f"-m {m} " in name for name in names) for m in ("api_server", "scheduler", "model_worker")] == [
-            2,
-            1,
-            2,
-        ]
-        run_directory = Path(names[0].split("--run-dir ")[1].split()[0].rstrip("]"))
-        assert run_directory.is_dir()
-        assert run_directory.stat().st_mode & 0o777 == 0o700
-        for _ in range(8):
-            answer = server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 3}})
-            assert answer["meta_info"]["completion_tokens"] == 3
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert not run_directory.exists()
-    # Other servers of this machine have segments, too: a name has the process that made it.
-    assert not [name for name in os.listdir("/dev/shm") if any(f"-{child.pid}-" in name for child in children)]
 
 
 def test_the_api_process_is_light(server: Server) -> None:
