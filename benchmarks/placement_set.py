@@ -91,7 +91,8 @@ class Replica:
         self._first: dict[int, float] = {}
         self._queued: dict[int, float] = {}
         self._cached: dict[int, int] = {}
-        self._status: Status | None = None
+        # Those that were heard since the last look.
+        self._statuses: list[Status] = []
         self._next_hello = 0.0
 
     def run(self, scenario: Scenario) -> Outcome:
@@ -106,19 +107,20 @@ class Replica:
             self._hear(0.001)
             if time.monotonic() - began > REQUEST_SECONDS:
                 raise TimeoutError(f"{len(left) + len(self._open)} requests have not ended")
-        self._status = None
-        while self._status is None:
+        self._statuses.clear()
+        while not self._statuses:
             self._hear(0.1)
         total = sum(len(tokens) for _, tokens, _ in prompts)
         ideal = shared_tokens(scenario, [tokens for _, tokens, _ in prompts])
         times = [self._first[handle] - sent for handle, sent in self._sent.items()]
         # Tokens of the sequences that were placed on each worker.
-        placed = {worker.index: worker.placed_tokens for worker in self._status.workers}
+        placed = {worker.index: worker.placed_tokens for worker in self._statuses[-1].workers}
         return Outcome(sum(self._cached.values()) / total, ideal / total, list(self._queued.values()), times, placed)
 
     def _wait_until_all_are_here(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while self._status is None or len(self._status.workers) < WORKERS or not self._status.ready:
+        while not any(len(status.workers) == WORKERS and status.ready for status in self._statuses):
+            self._statuses.clear()
             self._hear(0.1)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the {WORKERS} workers are not ready after {START_SECONDS:g} s")
@@ -143,7 +145,7 @@ class Replica:
 
     def _take(self, message: object) -> None:
         if isinstance(message, Status):
-            self._status = message
+            self._statuses.append(message)
         if not isinstance(message, Results):
             return
         if message.errors:
