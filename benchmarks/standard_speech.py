@@ -140,7 +140,7 @@ def _save_whisper(directory: Path, size: str) -> None:
     generation._from_model_config = False
     generation.no_timestamps_token_id = ids["<|notimestamps|>"]
     generation.prev_sot_token_id = ids["<|startofprev|>"]
-    generation.suppress_tokens = [ids[text] for text in _CONTROLS if text != "<|notimestamps|>"]
+    generation.suppress_tokens = [ids[text] for text in _CONTROLS if text not in ("<|endoftext|>", "<|notimestamps|>")]
     generation.begin_suppress_tokens = [end]
     generation.max_initial_timestamp_index = 50
     generation.alignment_heads = [[1, 0], [1, 1]]

@@ -42,7 +42,10 @@ class _Transformers:
 
     def __init__(self, model: str, language: str) -> None:
         self._model = model
-        self._options = {"language": language} if language else {}
+        # An English-only model takes no language there.
+        file = Path(model) / "generation_config.json"
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        self._options = {"language": language} if language and known.get("is_multilingual", True) else {}
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 

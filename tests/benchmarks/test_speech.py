@@ -14,6 +14,7 @@ from aiohttp import web
 from benchmarks import speech
 from benchmarks.peers.speech import peer
 from benchmarks.speech import RATE, Answer, chosen, clip_of, measured
+from benchmarks.standard_speech import standard_speech
 from tests.model_worker.hearing.tiny_whisper import tiny_whisper
 
 
@@ -89,6 +90,17 @@ async def test_transformers_transcribes_the_same_clips(tmp_path: Path) -> None:
     found = await peer("transformers", str(tmp_path), "en").transcribe(clip_of(1, 0.8, None), 0.8)
     assert found.sound == 0.8
     assert found.first > 0
+
+
+@pytest.mark.parametrize("kind", ["hears", "speaks", "vits"])
+async def test_transformers_runs_the_standard_models(tmp_path: Path, kind: str) -> None:
+    folder = standard_speech(tmp_path, kind, "tiny")
+    speaker = peer("transformers", str(folder), "en")
+    if kind == "hears":
+        found = await speaker.transcribe(clip_of(1, 0.8, None), 0.8)
+        assert found.sound == 0.8
+    else:
+        assert (await speaker.speak("a boat")).sound > 0.1
 
 
 def test_clips_are_equal_for_equal_seeds_only() -> None:
