@@ -42,14 +42,22 @@ class Fp8Linear(nn.Module):
 
 def fp8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply `x` [..., in] by a weight e4m3 [out, in] with scales f32[1, out], and add a bias [out]."""
-    rows = x.reshape(-1, x.shape[-1])
-    of_rows = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
-    # A value that rounds beyond the largest number would be NaN.
-    rounded = (rows.float() / of_rows).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    rounded, of_rows = _rounded(x.reshape(-1, x.shape[-1]))
     out = torch._scaled_mm(rounded, codes.t(), scale_a=of_rows, scale_b=scales, out_dtype=torch.bfloat16).to(x.dtype)
     if bias is not None:
         out = out + bias
     return out.reshape(*x.shape[:-1], len(codes))
+
+
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows as e4m3 and their scales f32[T, 1]. The scale of a row that is not finite is NaN."""
+    if rows.device.type != "cpu":
+        from model_worker.cuda.fp8_kernel import round_tokens
+
+        return round_tokens(rows.contiguous(), _LARGEST, _LEAST_SCALE)
+    scales = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
+    # A value that rounds beyond the largest number would be NaN.
+    return (rows.float() / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
 def unsupported(device: torch.device) -> str:
@@ -64,7 +72,9 @@ def unsupported(device: torch.device) -> str:
     try:
         with torch.inference_mode():
             got = linear(inputs.to(device, torch.bfloat16)).float().cpu()
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of a torch or a card without it
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a torch, a compiler or a card without it
         return str(error).partition("\n")[0]
     scales = inputs.bfloat16().float().abs().amax(-1, keepdim=True) / _LARGEST
     rounded = (inputs.bfloat16().float() / scales).to(torch.float8_e4m3fn).float() * scales

@@ -21,6 +21,7 @@ from model_worker.cuda import (
     draw_kernels,
     fill_kernel,
     finish_kernel,
+    fp8_kernel,
     gate_kernel,
     kv_write_kernel,
     norm_kernel,
@@ -61,7 +62,12 @@ POINTERS = {
     "epsilon": "fp32",
     "scale": "fp32",
     "softcap": "fp32",
+    "codes": "*fp8e4nv",
+    "scales": "*fp32",
 }
+# Only cards with products of these numbers round to them.
+ROUND = "round"
+FP8_TARGETS = ("sm_89", "sm_90")
 
 
 # Tensors of the model's dtype.
@@ -71,7 +77,7 @@ OF_THE_MODEL = (
 )
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
-    *("edge", "add and norm", "rotary", "gate", "pick", "mask", "penalty"),
+    *("edge", "add and norm", "rotary", "gate", "round", "pick", "mask", "penalty"),
 )
 
 
@@ -111,6 +117,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "finish", finish_kernel.finish_kernel, {"BLOCK": 128}, "bf16"
     yield "keep", finish_kernel.keep_kernel, {"BLOCK": 128}, "bf16"
     yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
+    yield ROUND, fp8_kernel.round_kernel, {"LARGEST": 448.0, "LEAST_SCALE": 1e-12, "BLOCK": 1024}, "bf16"
     yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
     yield "mask", column_kernels.mask_kernel, {"BLOCK": 1024}, "bf16"
     yield "penalty", column_kernels.penalty_kernel, {"BLOCK": 1024}, "fp32"
@@ -124,7 +131,7 @@ def main(arguments: list[str]) -> None:
         amd = name.startswith("gfx")
         target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
         for kind, kernel, constants, dtype in kernels():
-            if few and kind not in FEW:
+            if (few and kind not in FEW) or (kind == ROUND and name not in FP8_TARGETS):
                 continue
             types = {
                 **POINTERS,
