@@ -1,8 +1,8 @@
 """Makes the model of a config with the weights of a checkpoint, plain or quantized.
 
 Quantized weights of linear layers, and tables of embeddings, stay encoded where they will be packed
-(encoded_linear.py, embedding.py); others are decoded into plain tensors. Knows how transformers names weights. Does not
-know any format.
+(encoded_linear.py, embedding.py); others are decoded into plain tensors. Does not know names (weight_names.py), nor any
+format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -26,13 +26,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
 from model_worker.attention import PAGED_ATTENTION
-from model_worker.cpu.gemm.embedding import has_table, keep_encoded
+from model_worker.cpu.gemm.embedding import keep_encoded
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.cuda.fp8_linear import MULTIPLE, Fp8Linear, unsupported
@@ -41,6 +39,7 @@ from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
 from model_worker.loading.quantized.scheme import Scheme, scheme_of
 from model_worker.loading.stored import StoredCheckpoint, open_stored
+from model_worker.loading.weight_names import WeightNames
 from model_worker.model import ModelRefused, Progress, first_line
 from model_worker.vision.family import is_composite
 from shared.listening import LISTENING_TYPES
@@ -180,15 +179,16 @@ def load_quantized(
     kind = computing_dtype(dtype, config, weights, architecture, device)
     try:
         names = WeightNames(auto, config, attention)
+        encoded = names.with_joined_experts(weights.encoded) if lazily else weights.encoded
         targets = {
-            key: names.place_of(key, weight)
-            for key, weight in weights.encoded.items()
+            key: names.place_of(key, weight, tables=lazily)
+            for key, weight in encoded.items()
             if lazily or (in_fp8 and weight.is_fp8 and not any(size % MULTIPLE for size in weight.shape))
         }
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
-        for key, weight in weights.encoded.items():
+        for key, weight in encoded.items():
             tensors[key] = _Placeholder(weight, kind) if targets.get(key) else _Decoded(weight, kind)
         # The automatic class would look for an adapter beside the files, of which there is no folder here.
         model, info = auto._model_mapping[type(config)].from_pretrained(
@@ -208,13 +208,13 @@ def load_quantized(
     for key, module in targets.items():
         if module and in_fp8:
             linear = model.get_submodule(module)
-            model.set_submodule(module, Fp8Linear(*weights.encoded[key].fp8(), linear.bias))
-        elif module and weights.encoded[key].experts:
-            keep_experts(model, module, weights.encoded[key], kind)
+            model.set_submodule(module, Fp8Linear(*encoded[key].fp8(), linear.bias))
+        elif module and encoded[key].experts:
+            keep_experts(model, module, encoded[key], kind)
         elif module:
-            keep_encoded(model, module, weights.encoded[key], kind)
+            keep_encoded(model, module, encoded[key], kind)
             if (head := names.head_of(module)) is not None:
-                keep_encoded(model, head, weights.encoded[key], kind)
+                keep_encoded(model, head, encoded[key], kind)
     if not weights.encoded:
         if not scheme.method:
             return _typed(model)
@@ -259,58 +259,6 @@ def check_loaded(architecture: str, info: Mapping[str, Any]) -> None:
             f"{key} is {list(stored)} and should be {list(wanted)}",
         )
     _say_unplaced(architecture, sorted(info["unexpected_keys"]))
-
-
-class WeightNames:
-    """Which weight of a model a tensor of a checkpoint becomes, as transformers finds it when it loads."""
-
-    def __init__(self, auto: Any, config: PreTrainedConfig, attention: Mapping[str, str]) -> None:
-        with torch.device("meta"):
-            # Without memory: names and shapes alone.
-            self.model: PreTrainedModel = auto.from_config(copy.deepcopy(config), **attention)
-        mapping = get_model_conversion_mapping(self.model)
-        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        self._state = self.model.state_dict()
-        self._tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
-
-    def find(self, key: str) -> tuple[str, bool]:
-        """Return the weight's name in the model, and whether it is stored there as it is."""
-        prefix = self.model.base_model_prefix
-        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
-        if name not in self._state and key in self._state:
-            name, pattern = rename_source_key(key, [], [], prefix, self._state)
-        return name, pattern is None
-
-    def is_tied(self, name: str) -> bool:
-        """Whether a weight of the model is another one's, too."""
-        return name in self._tied
-
-    def has(self, key: str) -> bool:
-        name, plain = self.find(key)
-        return name in self._state or not plain or name.endswith(".rotary_emb.inv_freq")
-
-    def place_of(self, key: str, weight: EncodedWeight) -> str:
-        """Return the name of the plain linear layer or the embedding whose weight this is, or of the tensor, if it has
-        that of experts.
-
-        Empty if there is none.
-        """
-        name, plain = self.find(key)
-        module, _, last = name.rpartition(".")
-        if weight.experts:
-            return name if plain and name in self._state and tuple(self._state[name].shape) == weight.shape else ""
-        if not plain or last != "weight" or name not in self._state or name in self._tied:
-            return ""
-        owner = self.model.get_submodule(module)
-        stays = type(owner) is nn.Linear or has_table(owner)
-        return module if stays and tuple(self._state[name].shape) == weight.shape else ""
-
-    def head_of(self, module: str) -> str | None:
-        """Return the name of the linear layer that has the weight of this module, too."""
-        tied = (name for name, source in self._tied.items() if source == f"{module}.weight")
-        heads = (name.removesuffix(".weight") for name in tied)
-        return next((head for head in heads if type(self.model.get_submodule(head)) is nn.Linear), None)
 
 
 def _check_unplaced(names: WeightNames, weights: Weights, architecture: str) -> None:

@@ -21,9 +21,9 @@ from model_worker.loading.prepare import prepare
 from model_worker.loading.quantized.read import is_quantized, read_weights
 from model_worker.loading.rope import pin_rope
 from model_worker.loading.stored import Stored
+from model_worker.loading.weight_names import WeightNames
 from model_worker.loading.weights import (
     LOAD_ERRORS,
-    WeightNames,
     check_loaded,
     computing_dtype,
     open_checkpoint,

@@ -93,6 +93,23 @@ class QuantizedWeight(EncodedWeight):
         return self._weight
 
 
+class JoinedExperts(EncodedWeight):
+    """The matrices of experts, each in parts whose outputs come one behind the other: [experts, outputs, inputs]."""
+
+    def __init__(self, experts: Sequence[Sequence[EncodedWeight]]) -> None:
+        self._experts = experts
+        parts = experts[0]
+        self.shape = (len(experts), sum(part.shape[0] for part in parts), parts[0].shape[1])
+
+    def rows(self, first: int, last: int) -> Tensor:
+        each = (torch.cat([part.decoded(torch.float32) for part in parts]) for parts in self._experts[first:last])
+        return torch.stack(list(each))
+
+    @property
+    def experts(self) -> Sequence[Sequence[EncodedWeight]]:
+        return self._experts
+
+
 class EncodedLinear(nn.Module):
     """A linear layer that computes in `dtype` and decodes its weight anew for each product."""
 

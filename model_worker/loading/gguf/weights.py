@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight, JoinedExperts
 from model_worker.loading.gguf.names import Change, Source
 from shared.gguf.blocks import OUTPUTS_AT_A_TIME
 from shared.gguf.code_blocks import codes_of, has_codes
@@ -56,22 +56,6 @@ class GgufWeight(EncodedWeight):
         return GgufWeight(self.matrix.part(number * outputs, (number + 1) * outputs))
 
 
-class JoinedExperts(EncodedWeight):
-    """The gates and the other inner projections of experts, one behind the other: [experts, outputs, inputs]."""
-
-    def __init__(self, gate: GgufWeight, up: GgufWeight) -> None:
-        experts, outputs, inputs = gate.shape
-        self.shape = (experts, outputs + up.shape[1], inputs)
-        self._parts = (gate, up)
-
-    def rows(self, first: int, last: int) -> Tensor:
-        return torch.cat([part.rows(first, last) for part in self._parts], dim=1)
-
-    @property
-    def experts(self) -> list[list[GgufWeight]]:
-        return [[part.of_expert(number) for part in self._parts] for number in range(self.shape[0])]
-
-
 @dataclass(frozen=True, eq=False)
 class Vector:
     """A weight that is no matrix, such as a norm's or a bias, of this shape."""
@@ -105,7 +89,8 @@ def read_weight(
         return Vector(values - 1 if source.change == Change.LESS_ONE else values, shape)
     weights = [GgufWeight(tensor.matrix, wanted) for tensor in tensors]
     if source.change == Change.JOIN:
-        return JoinedExperts(weights[0], weights[1])
+        each = [[weight.of_expert(number) for weight in weights] for number in range(shape[0])]
+        return JoinedExperts(each)
     return weights[0] if order is None else GgufWeight(weights[0].matrix.in_order(order))
 
 

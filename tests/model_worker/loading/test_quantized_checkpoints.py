@@ -215,12 +215,41 @@ def test_parameters_are_counted_as_those_of_the_plain_model(llama: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["fp8 of blocks", "gptq"])
-def test_experts_that_transformers_joins_are_decoded(
+def test_experts_of_single_tensors_may_be_decoded(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     plain = tiny_model("mixtral", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=96)
     path = quantize_checkpoint(plain, tmp_path / "q", FORMATS[name], ends=(".w1.weight", ".w2.weight", ".w3.weight"))
     torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "fp8 of blocks"])
+def test_experts_of_single_tensors_stay_in_their_bits(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As repositories on the hub have them: a tensor for each projection of each expert."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    plain = tiny_model("qwen3_moe", tmp_path_factory.getbasetemp(), **sizes)
+    path = quantize_checkpoint(plain, tmp_path / "q", FORMATS[name])
+    stored = load_file(path / "model.safetensors")
+    assert any(".mlp.experts.3.up_proj." in key for key in stored)
+    loaded = load(path, "bfloat16")
+    reference = exact(path)
+    kept, meant = (model.model.layers[0].mlp.experts for model in (loaded.model, reference))
+    for number in range(4):
+        gate, up = kept.gate_up_proj.experts[number]
+        (down,) = kept.down_proj.experts[number]
+        assert {linear.layout.bits for linear in (gate, up, down)} == {KEPT[name]}
+        whole = torch.cat([linear.rows(torch.arange(64)) for linear in (gate, up)])
+        assert torch.equal(whole, meant.gate_up_proj[number])
+        assert torch.equal(down.rows(torch.arange(64)), meant.down_proj[number])
+    assert loaded.parameter_count == sum(p.numel() for p in reference.parameters())
+    exact_logits = load(path)
+    torch.testing.assert_close(logits(exact_logits.model), logits(reference), rtol=1e-4, atol=1e-4)
+    error = logits(loaded.model).float() - logits(reference)
+    # A router may choose another expert, since it computes in bfloat16.
+    assert error.norm() < 0.1 * logits(reference).norm()
 
 
 def test_experts_of_gpt_oss(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
