@@ -16,7 +16,10 @@ _MADV_DONTNEED = 4
 
 
 def give_back(arrays: Iterable[NDArray[np.generic]]) -> None:
-    """Give the pages of arrays back, all but those at their edges. They hold zeros from then on."""
+    """Give the pages of arrays back, all but those at their edges.
+
+    They hold zeros from then on; those that map a file have what it has, and are read again when they are looked at.
+    """
     for array in arrays:
         first = -(-array.ctypes.data // _PAGE) * _PAGE
         size = (array.ctypes.data + array.nbytes) // _PAGE * _PAGE - first

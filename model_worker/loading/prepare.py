@@ -23,6 +23,7 @@ from model_worker.cpu.gemm.encoded_linear import EncodedLinear
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import keeps_codes, pack_linears, quantize_linears
 from model_worker.cpu.gemm.panel_linear import PanelLinear
+from model_worker.host_memory import trim_heap
 from model_worker.loading import verify
 from model_worker.loading.gpu_attention import choose_attention
 from model_worker.loading.gpu_layers import fuse_layers
@@ -70,6 +71,8 @@ def prepare(
     def pack() -> None:
         with _decoding(model):
             packed.extend(pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized))
+        # The C library keeps what weights were on their way, and the self-check wants memory, too.
+        trim_heap()
 
     # Passes with encoded weights would decode them again and again. Packing verifies each layer by itself.
     if not waits and _encoded(model):
@@ -111,6 +114,7 @@ def prepare(
         return fuse_layers(choose_attention(loaded, tokens, expected), tokens, expected)
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
+            trim_heap()
             invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)
             return _with_kv(replace(loaded, row_invariant=invariant), kv_dtype, tokens)
         log.warning(

@@ -7,7 +7,7 @@ knowing the architecture and without a sequence longer than the window. Attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,8 @@ PROBE_ATTENTION = "tokenyard_probe"
 PROBE_TOKENS = 12
 # A window at least this wide is taken for none: no model has one between a million tokens and its whole context.
 FAR = 1 << 20
+# Keys that a mask is asked about at a time.
+_KEYS = 1 << 16
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -131,15 +133,21 @@ def _window(visible: MaskFunction, device: torch.device, layer: str) -> int | No
     def sees(query: int, keys: Tensor) -> Tensor:
         return visible(zero, zero, torch.tensor(query, device=device), keys).expand(keys.shape)
 
+    def below(end: int) -> Iterator[Tensor]:
+        """All keys below `end`, some at a time: a mask function may make much of each."""
+        for first in range(0, end, _KEYS):
+            yield torch.arange(first, min(first + _KEYS, end), device=device)
+
     try:
-        keys = torch.arange(FAR + 2, device=device)
-        window = int(sees(FAR, keys).sum())
+        window = sum(int(sees(FAR, keys).sum()) for keys in below(FAR + 2))
         # Probes at, around and beyond the window's edge distinguish it from chunks, gaps and bidirectional spans.
         edges = {0, 1, 7, window - 1, window, window + 1, 2 * window + 3, FAR - 1, FAR}
         for query in (edge for edge in edges if 0 <= edge <= FAR):
-            near = keys[: min(query + 2, FAR + 2)]
-            expected = (near <= query) & (near > query - window)
-            if not torch.equal(sees(query, near), expected):
+            alike = (
+                torch.equal(sees(query, keys), (keys <= query) & (keys > query - window))
+                for keys in below(min(query + 2, FAR + 2))
+            )
+            if not all(alike):
                 raise _NotPageable(f"{layer} attends to more or less than a causal window: its mask has another form")
     except (IndexError, RuntimeError, TypeError) as error:
         raise _NotPageable(f"{layer} has a mask that depends on more than positions ({error})") from error

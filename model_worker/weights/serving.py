@@ -17,6 +17,7 @@ import torch
 
 from interfaces import KV_CACHE, WEIGHTS, WeightsVersion
 from model_worker.adapter_loads import AdapterLoads
+from model_worker.cpu.gemm.embedding import CodedEmbedding
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.host_memory import trim_heap
@@ -232,6 +233,9 @@ def free_weights(loaded: LoadedModel) -> None:
             module.packed = None
         if isinstance(module, PanelLinear):
             module.panels = module.panels[:0].copy()
+        if isinstance(module, CodedEmbedding):
+            # Its panels belong to no module where no head has them.
+            module.linear.panels = module.linear.panels[:0].copy()
         for parameter in module.parameters(recurse=False):
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     trim_heap()

@@ -10,6 +10,7 @@ import torch
 
 from interfaces import WeightsVersion, WorkerHello
 from model_worker.execution.base import DeviceStep
+from model_worker.host_memory import trim_heap
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel, Progress
 from model_worker.runner import ModelRunner
@@ -50,7 +51,7 @@ def load_version(
     version: WeightsVersion,
 ) -> LoadedModel:
     """Load the model of the settings with the weights of a version."""
-    return load_model(
+    loaded = load_model(
         version.source or settings.model,
         settings.dtype,
         device,
@@ -62,6 +63,8 @@ def load_version(
         kv_dtype=settings.kv_dtype,
         overlays=[Path(one) for one in version.overlays],
     )
+    trim_heap()
+    return loaded
 
 
 def weights_commands(

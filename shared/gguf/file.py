@@ -94,6 +94,10 @@ class GgufFile:
                 raise damaged(self.path, f"{said}; up to {_LONGEST_TOKEN} can be read")
         return found
 
+    def forget_tokens(self) -> None:
+        """Let go of the texts of the vocabulary, some hundred thousand; they are read again when they are asked for."""
+        self.__dict__.pop("tokens", None)
+
     def wrong(self, key: str, wanted: str) -> GgufError:
         """Return the error for a metadata value."""
         value = self.metadata.get(key)

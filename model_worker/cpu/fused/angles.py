@@ -10,6 +10,8 @@ from model_worker.cpu.fused.phases import Rotary
 
 # Angles of positions below this are kept; beyond, they are computed anew in each pass.
 KEPT_POSITIONS = 1 << 15
+# Passes far beyond those that are kept before more are: one alone, such as the self-check's, is not worth the memory.
+_PASSES_BEYOND = 4
 
 
 class Angles:
@@ -18,6 +20,7 @@ class Angles:
     def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
         self._kept = self._compute(torch.arange(1))
+        self._passes_beyond = 0
 
     def of(self, batch: ForwardBatch) -> Rotary:
         if batch.positions.ndim == 2:
@@ -27,6 +30,11 @@ class Angles:
         if most > KEPT_POSITIONS:
             return self._compute(batch.positions)
         if most > len(self._kept.cos):
+            is_far = most > 2 * len(self._kept.cos) + len(positions)
+            self._passes_beyond += is_far
+            if is_far and self._passes_beyond < _PASSES_BEYOND:
+                return self._compute(batch.positions)
+            self._passes_beyond = 0
             self._kept = self._compute(torch.arange(min(KEPT_POSITIONS, 2 * most)))
         return self._kept._replace(rows=positions)
 

@@ -36,6 +36,7 @@ _HEAD = "lm_head"
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """Return transformers' config. GgufError or ModelRefused says why there is none."""
     values = config_of(file)
+    file.forget_tokens()
     kind = values.pop("model_type")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind](**values)

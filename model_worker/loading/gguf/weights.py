@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight, JoinedExperts
+from model_worker.host_memory import give_back
 from model_worker.loading.gguf.names import Change, Source
 from shared.gguf.blocks import OUTPUTS_AT_A_TIME
 from shared.gguf.code_blocks import codes_of, has_codes
@@ -27,7 +28,7 @@ _WORTH_THREADS = 1 << 20
 
 
 class GgufWeight(EncodedWeight):
-    """A weight of rows of blocks. `matrix.raw` gives the blocks as they are in the file, to keep them so."""
+    """A weight of rows of blocks, in a file that is mapped. `matrix.raw` gives the blocks as they are in the file."""
 
     def __init__(self, matrix: Matrix, shape: tuple[int, ...] | None = None) -> None:
         """Take a matrix as it is, or as several of them, [experts, outputs, inputs]."""
@@ -37,6 +38,7 @@ class GgufWeight(EncodedWeight):
     def rows(self, first: int, last: int) -> Tensor:
         per_row = self.matrix.shape[0] // self.shape[0]
         values = _decode(self.matrix, first * per_row, last * per_row)
+        self._let_go(last * per_row)
         return torch.from_numpy(values).reshape(last - first, *self.shape[1:])
 
     @property
@@ -44,7 +46,17 @@ class GgufWeight(EncodedWeight):
         kind = self.matrix.kind
         if len(self.shape) != 2 or not has_codes(kind):
             return None
-        return lambda first, last: codes_of(kind, np.ascontiguousarray(self.matrix.raw(first, last)))
+
+        def read(first: int, last: int) -> Codes:
+            codes = codes_of(kind, np.ascontiguousarray(self.matrix.raw(first, last)))
+            self._let_go(last)
+            return codes
+
+        return read
+
+    def _let_go(self, last: int) -> None:
+        """Give the pages of the file back that hold the rows up to this one: they have been read, most of them once."""
+        give_back([self.matrix.rows[:last]])
 
     @property
     def experts(self) -> list[list[GgufWeight]]:
