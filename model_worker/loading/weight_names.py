@@ -94,11 +94,11 @@ class WeightNames:
                 parts.setdefault(name, {})[int(found["number"]), part] = key
         joined = dict(encoded)
         for name, keys in parts.items():
-            weight = _joined({place: encoded[key] for place, key in keys.items()})
-            if weight is not None and weight.shape == tuple(self._state[name].shape):
+            whole = _joined({place: encoded[key] for place, key in keys.items()})
+            if whole is not None and whole.shape == tuple(self._state[name].shape):
                 for key in keys.values():
                     del joined[key]
-                joined[name] = weight
+                joined[name] = whole
         return joined
 
     def _part_of_expert(self, pattern: str) -> int | None:
