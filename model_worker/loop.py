@@ -229,6 +229,9 @@ class Loop:
                     if self._link is not None and self._link.is_broken(dict(self._poller.poll(0))):
                         self._begin_anew(self._link)
                     self._send(encode(self._counted()))
+                    if self._leaves_by:
+                        # The scheduler may be another one, or may not have known this worker before.
+                        self._send(encode(WorkerLeaves(self._hello.index, self._epoch)))
                     self._next_hello = now + HELLO_SECONDS
                     idle = not self._pending and now >= began + HELLO_SECONDS
                     if not rested and (idle or now >= began + RESTLESS_SECONDS):
@@ -288,6 +291,8 @@ class Loop:
         """Send the results of launched steps, oldest first: those that are there, and all but the last `leave`."""
         while self._pending and (len(self._pending) > leave or self._pending[0].done):
             self._send_ours(self._pending.popleft().result())
+            # Nothing could be heard meanwhile.
+            self._heard = time.monotonic()
         self._note_end()
 
     def _note_end(self) -> None:

@@ -22,6 +22,8 @@ LEAST_BLOCKS = 2
 # What takes longer than this is not waited for; nor what takes so many times as long as to compute it.
 MOST_SECONDS = 10.0
 MOST_TIMES = 2.0
+# A row whose blocks have neither come nor failed to come by then looks for another place.
+_LATE_SECONDS = 2 * MOST_SECONDS
 # Weight of the time of a piece among those before it.
 _WEIGHT = 0.5
 # A time by which sending does not pay is believed a little less each time, so that it is measured again one day.
@@ -135,6 +137,11 @@ class Arrivals:
         if not arrival.there or not left or computing is None or self._block_seconds is None:
             return True
         return self._block_seconds < computing
+
+    def late(self) -> list[int]:
+        """The rows that wait, although a worker should have answered long ago."""
+        now = self._clock()
+        return [each.row for each in self.open if self.has_owner(each) and now - each.began > _LATE_SECONDS]
 
     def learn(self, blocks: int, seconds: float) -> None:
         """Learn from a piece that has come."""

@@ -226,6 +226,8 @@ class Scheduler:
         If `blamed`, one of the sequences that it was computing may be the reason. Returns the event in one line.
         """
         worker = self.requests.take_worker(index)
+        # One that was asked to end may be killed when it takes too long, whatever it computes.
+        blamed = blamed and not worker.leaving
         self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
         self.oneshot.lose_worker(worker, story, blamed)

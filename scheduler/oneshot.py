@@ -277,7 +277,9 @@ class OneShotLane:
         able = _BESIDE.intersection(kinds)
         if not able or len(worker.beside) or worker.batches.keeps_steps_off or self._queue.next_is_isolated(able):
             return None
-        if self._requests.quarantine.any_isolated(worker.rows.sequences):
+        quarantine = self._requests.quarantine
+        # One that waits to run alone would wait for ever if clips followed each other.
+        if quarantine.any_isolated(worker.rows.sequences) or quarantine.any_isolated(self._requests.waiting):
             return None
         # One text is taken, however long it is.
         pieces = self._queue.cut(1, able)

@@ -51,7 +51,8 @@ class Painted:
 
     def advance(self) -> bool:
         """Count a pass. Returns whether its progress is worth a line in the request's log."""
-        self.passes += 1
+        # The worker begins anew where it cannot read the kept step.
+        self.passes = min(self.passes + 1, self.total) if self.total else self.passes + 1
         each = max(1, self.total // _PARTS)
         return 0 < self.passes < self.total and self.passes % each == 0
 

@@ -38,6 +38,11 @@ class KvElsewhere:
     form: str
     weights: int
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Index and epoch of the worker."""
+        return self.index, self.epoch
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:

@@ -129,10 +129,12 @@ class Shipping:
             if piece.target is worker or (piece.source is worker and not piece.taking):
                 del self._pieces[ticket]
                 piece.arrival.cut = True
+        for index, message in self._messages:
+            if index == worker.hello.index and isinstance(message, TakeKv):
+                _drop(message.data)
         self._messages = [each for each in self._messages if each[0] != worker.hello.index]
-        for sequence in self._requests.replicas.all_sequences():
-            elsewhere = sequence.elsewhere
-            if elsewhere is not None and (elsewhere.index, elsewhere.epoch) == lost and sequence.waiting:
+        for sequence in self._requests.waiting:
+            if sequence.elsewhere is not None and sequence.elsewhere.place == lost:
                 sequence.elsewhere = None
 
     # Inside
@@ -162,9 +164,9 @@ class Shipping:
         if worker.rows.running or worker.computing:
             return True
         place = worker.hello.index, worker.hello.epoch
-        sequences = self._requests.replicas.all_sequences()
-        wanted = (each.elsewhere for each in sequences if each.elsewhere is not None)
-        return any((elsewhere.index, elsewhere.epoch) == place for elsewhere in wanted)
+        wanted = [each.elsewhere for each in self._requests.waiting if each.elsewhere is not None]
+        wanted += [arrival.source for other in self._workers.values() for arrival in other.arrivals.open]
+        return any(elsewhere.place == place for elsewhere in wanted)
 
     def _settle(self, target: Worker, arrival: Arrival) -> None:
         """End an arrival when all pieces have come, or no more do."""
@@ -196,6 +198,9 @@ class Shipping:
         """Ask for the next pieces of an arrival."""
         source = self._source(arrival)
         if source is None or arrival.cut:
+            return
+        if not arrival.asked and target.spill.has_orders:
+            # What its blocks held before is still to be saved, with the next step.
             return
         most = max(1, PIECE_BYTES // max(1, source.hello.block_bytes))
         while arrival.asked < len(arrival.blocks) and self._from(source) < MOST_PIECES:

@@ -224,6 +224,8 @@ class WeightsRegistry:
             if KV_CACHE in change.order.tags:
                 for worker in self._requests.workers.values():
                     worker.forget_prefixes()
+                for sequence in self._requests.waiting:
+                    sequence.elsewhere = None
             self._ask(change, WeightsTask.RELEASE, tags=change.order.tags)
             return
         assert change.target is not None

@@ -108,7 +108,7 @@ class Worker:
         """
         sequence.begin_with(self.weights.number)
         shared = self._match(sequence)
-        coming = self.arrivals.find(sequence, len(shared))
+        coming = self._coming(sequence, len(shared))
         if coming:
             return (len(shared) + coming) * self.block_size, self.arrivals.cost(coming)
         fills = self._fills(sequence, len(shared))
@@ -132,7 +132,7 @@ class Worker:
         needed = -(-(len(sequence.tokens) + 1) // self.block_size)
         shared = self._match(sequence)
         cached = len(shared) * self.block_size
-        coming = self.arrivals.find(sequence, len(shared))
+        coming = self._coming(sequence, len(shared))
         fills = [] if coming else self._fills(sequence, len(shared))
         spilled = [] if coming or fills else self._spilled(sequence, len(shared))
         shared += [fill.block for fill in fills]
@@ -204,6 +204,10 @@ class Worker:
         """Take off the sequences that wait for blocks which nothing fills any more. They have computed nothing."""
         taken: list[Sequence] = []
         taken += [self.remove(row) for row in self.spilled_rows.late()]
+        for row in self.arrivals.late():
+            sequence = self.remove(row)
+            sequence.elsewhere = None
+            taken.append(sequence)
         while orphans := self.prefix_waits.orphans():
             taken += [self.remove(row) for row in orphans]
         return taken
@@ -405,6 +409,13 @@ class Worker:
             return []
         found = self.prefix_waits.find(self._hashes(sequence)[first : sequence.reusable // self.block_size])
         return found if len(found) * self.block_size >= self.min_awaited_tokens else []
+
+    def _coming(self, sequence: Sequence, first: int) -> int:
+        """How many blocks from index `first` on are worth sending from the worker that the sequence has left.
+
+        A sequence that runs alone is computed in whole pieces of its prompt, always the same ones.
+        """
+        return 0 if self.runs_alone(sequence) else self.arrivals.find(sequence, first)
 
     def _spilled(self, sequence: Sequence, first: int) -> list[bytes]:
         """Digests of blocks from index `first` on that are worth loading for the beginning of `sequence`."""

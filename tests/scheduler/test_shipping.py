@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import KvPiece, KvTaken, SamplingParams, Step, StepResult, Submit, TextContext
+from interfaces import KvPiece, KvTaken, SamplingParams, Step, StepResult, Submit, TakeKv, TextContext
 from scheduler import shipping
 from scheduler.arrivals import MOST_SECONDS
+from scheduler.spill import Spill
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard, prompts
 
@@ -201,6 +202,38 @@ def test_a_source_that_stands_still_is_not_waited_for() -> None:
     yard.clock.advance(MOST_SECONDS + 1)
     assert "have not come, and are computed" in finished(yard)
     assert left[0] > 1
+
+
+def test_a_piece_that_a_target_never_answers_is_given_up() -> None:
+    yard = running()
+    yard.leave(0)
+    while not any(isinstance(message, TakeKv) for message in yard.in_flight[1]):
+        yard.turn()
+    yard.in_flight[1] = type(yard.in_flight[1])(
+        message for message in yard.in_flight[1] if not isinstance(message, TakeKv)
+    )
+    (waiting,) = yard.scheduler.workers[1].arrivals.open
+    yard.clock.advance(2 * MOST_SECONDS + 1)
+    while not yard.finished:
+        yard.turn()
+    assert yard.tokens[0] == naive_generate(PROMPT, 0, [], 100)
+    assert "it looks for a place again" in " | ".join(yard.scheduler.request_log.of("moved"))
+    assert yard.scheduler.workers[1].arrivals.open == [waiting], "its blocks may still be written to"
+
+
+def test_blocks_are_saved_before_others_are_written_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has no room for a step yet has not been told what to save."""
+    yard = running()
+    yard.leave(0)
+    monkeypatch.setattr(Spill, "has_orders", property(lambda _: True))
+    while not yard.scheduler.workers[1].arrivals.open:
+        yard.turn()
+    (arrival,) = yard.scheduler.workers[1].arrivals.open
+    yard.turn()
+    assert not arrival.asked
+    monkeypatch.undo()
+    finished(yard)
+    assert arrival.asked == arrival.there
 
 
 def test_a_copy_that_is_slower_than_computing_is_cut_off() -> None:
