@@ -28,6 +28,7 @@ from model_worker.attention.coded import attend as coded_attend
 from model_worker.backends.adapter_files import read_for
 from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.fill_proof import fills_are_right
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
 from model_worker.cuda.mixed_graphs import MixedBuffers, MixedGraphs
 from model_worker.embedding_hooks import added_behind_layers, taken_inputs
@@ -70,11 +71,13 @@ class ModulesBackend(Backend):
         A model whose forward pass waits for the device (for routing tokens to experts, say) runs without.
         """
         blocks = -(-max_model_len // self._cache.block_size)
-        places = blocks, self._cache.block_size, spare_block, self.device, self._attend is triton.attend
+        has_triton = self._attend is triton.attend
         recorder = CudaRecorder()
         try:
             with torch.inference_mode():
-                if max_tokens and self._attend is triton.attend:
+                kernels = has_triton and fills_are_right(self.device)
+                places = blocks, self._cache.block_size, spare_block, self.device, kernels
+                if max_tokens and has_triton:
                     self._mixed = MixedGraphs(self._forward, MixedBuffers(max_tokens, max_rows, *places), recorder)
                 self._graphs = DecodeGraphs(self._forward, DecodeBuffers(max_rows, *places), recorder)
         except RuntimeError as error:  # torch.OutOfMemoryError, too: steps need no recording

@@ -114,7 +114,8 @@ class SpeechBackend(Backend):
 
     def _product(self, linear: Any, x: Tensor) -> Tensor:
         """Multiply by the weight of a linear module: on a CPU by our own kernel, which waits for no busy core."""
-        if isinstance(linear, PanelLinear):
+        # Codes in an order of their own are put in order by the module.
+        if isinstance(linear, PanelLinear) and getattr(linear, "order", None) is None:
             return linear.multiply(x, self._cores)
         found: Tensor = linear(x)
         return found

@@ -155,6 +155,7 @@ class DecodeGraphs:
         return (
             batch.embeddings is None
             and batch.adapters is None
+            and batch.positions.dim() == 1
             and batch.num_tokens <= buffers.max_rows
             and batch.block_tables.shape[1] <= buffers.blocks_per_row
             and batch.decodes

@@ -42,6 +42,7 @@ def fuse_layers(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> Loaded
             fused = replace(loaded, layers=FusedLayers(loaded))
             verify.check_paged(fused, tokens, expected, fused.attention_name, fused.block_size)
             check_steps(fused)
+            _give_back(loaded.device)
             return fused
     except torch.OutOfMemoryError:
         raise
@@ -50,9 +51,16 @@ def fuse_layers(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> Loaded
     except Exception as error:  # compilers and drivers have errors of their own
         reason = first_line(error)
         level = logging.WARNING
+    _give_back(loaded.device)
     said = "%s is served by transformers' modules, not by fused layers, since %s"
     log.log(level, said, loaded.architecture, reason)
     return loaded
+
+
+def _give_back(device: torch.device) -> None:
+    """Give back the memory that weights have left which lie together now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def check_steps(fused: LoadedModel) -> None:

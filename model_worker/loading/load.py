@@ -60,6 +60,9 @@ def load_model(
     check_quantization(quantization, target)
     check_kv_dtype(kv_dtype, target)
     check_device(target)
+    if target.index is not None and target.type == "cuda":
+        # Streams and graphs are made on the current device, and kernels are launched there.
+        torch.cuda.set_device(target)
     gguf = open_gguf(source) if is_gguf(source) else None
     config = read_config(source) if gguf is None else gguf_config(gguf)
     architecture = refuse_by_config(config, vision)
@@ -84,9 +87,6 @@ def load_model(
             model = load_gguf(gguf, config, architecture, wanted_dtype, target)
     if target.type == "cpu":
         _half_as_bfloat16(model)
-    elif target.index is not None and target.type == "cuda":
-        # Streams and graphs are made on the current device.
-        torch.cuda.set_device(target)
     nn.Module.to(model, target)
     if max_position is not None:
         pin_rope(model, min(max_position, max_model_len or max_position))

@@ -88,8 +88,8 @@ def load_weights(
         checkpoint = overlaid(checkpoint, overlays, architecture)
     if overlays or is_quantized(checkpoint, scheme):
         lazily = device.type == "cpu" and not composite
-        in_fp8 = device.type == "cuda" and scheme.rounds_inputs and _multiplies_fp8(device, architecture)
-        kept = (lazily, in_fp8)
+        fp8_may_stay = device.type == "cuda" and not composite and scheme.rounds_inputs
+        kept = (lazily, fp8_may_stay and _multiplies_fp8(device, architecture))
         return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, *kept)
     # Without accelerate all weights are in the host's memory first.
     straight = device.type != "cpu" and is_accelerate_available()
@@ -106,6 +106,8 @@ def load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
+    except torch.OutOfMemoryError:
+        raise
     except LOAD_ERRORS as error:
         raise ModelRefused(architecture, broken_file(str(source)) or _reason(error)) from error
     check_loaded(architecture, info)

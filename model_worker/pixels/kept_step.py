@@ -6,6 +6,7 @@ one text of JSON are data and nothing else. Knows canvases and schedules; knows 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,11 @@ def packed(canvas: Canvas) -> bytes | None:
             "schedule": {name: _form(value, tensors) for name, value in schedule.items()},
         }
         text = orjson.dumps(state)
-    except TypeError:
+        if sum(tensor.nbytes for tensor in tensors.values()) + len(text) > MOST_BYTES:
+            return None
+        return safetensors.torch.save({**tensors, _TEXT: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    except (TypeError, ValueError, RuntimeError, SafetensorError):
         return None
-    if sum(tensor.nbytes for tensor in tensors.values()) + len(text) > MOST_BYTES:
-        return None
-    return safetensors.torch.save({**tensors, _TEXT: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
 
 def restore(canvas: Canvas, kept: bytes) -> None:
@@ -80,12 +81,14 @@ def _form(value: Any, tensors: dict[str, Tensor]) -> Any:
             tensors[name] = value.detach().cpu().contiguous().clone()
             return {"tensor": name, "beside": value.device.type == "cpu"}
         case np.ndarray():
-            return {"array": _form(torch.from_numpy(value), tensors)["tensor"]}
+            return {"array": _form(torch.from_numpy(np.ascontiguousarray(value)), tensors)["tensor"]}
         case np.generic():
             return value.item()
         case list() | tuple():
             return [_form(each, tensors) for each in value]
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
             return value
     raise TypeError(f"{type(value).__name__} is no data")
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.fill_proof import fills_are_right
 from model_worker.cuda.graphs import DecodeBuffers
 from model_worker.cuda.mixed_graphs import MixedBuffers
 from tests.model_worker.cuda.interpreter import need_triton
@@ -64,3 +65,24 @@ def test_tokens_that_the_device_has_take_their_places() -> None:
     for token, owner, given in zip(known.tokens.tolist(), batch.owners.tolist(), batch.tokens.tolist(), strict=True):
         assert token == (given if owner < 0 else int(batch.last_tokens[owner]))  # type: ignore[index]
     assert known.resolved() is known
+
+
+def test_kernels_are_proven_before_they_fill(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cpu")
+    assert fills_are_right(device)
+    right = MixedBuffers._launch
+
+    def wrong(self: MixedBuffers, batch: ForwardBatch, size: int) -> None:
+        right(self, batch, size)
+        self._kv_len[0] += 1
+
+    monkeypatch.setattr(MixedBuffers, "_launch", wrong)
+    assert not fills_are_right(device)
+    assert "kernels fill them otherwise" in caplog.text
+
+    def failing(self: MixedBuffers, batch: ForwardBatch, size: int) -> None:
+        raise RuntimeError("no compiler\nbacktrace")
+
+    monkeypatch.setattr(MixedBuffers, "_launch", failing)
+    assert not fills_are_right(device)
+    assert caplog.text.rstrip().endswith("since kernels fail: no compiler")
