@@ -46,6 +46,7 @@ async function paint({ id }, body, ending) {
       change(id, { url: `data:image/png;base64,${value.b64_json}`, size: value.size, parts, done });
       if (done) return;
     }
+    change(id, { problem: "The answer ended before the picture was done." });
   } catch (error) {
     change(id, { problem: ending.aborted ? "Stopped." : /** @type {Error} */ (error).message });
   }
@@ -132,7 +133,10 @@ export function Images() {
 
 function said() {
   const open = pictures.value.filter(({ done, problem }) => !done && !problem).length;
-  return open ? `${open} pictures are being painted.` : pictures.value.length ? "All pictures are done." : "";
+  if (open) return open === 1 ? "1 picture is being painted." : `${open} pictures are being painted.`;
+  if (!pictures.value.length) return "";
+  const failed = pictures.value.filter(({ problem }) => problem).length;
+  return failed ? `No picture is being painted. ${failed} stopped or failed.` : "All pictures are done.";
 }
 
 /** Takes what is written into a field. @param {string} name */

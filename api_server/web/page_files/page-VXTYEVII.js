@@ -348,7 +348,7 @@ Please report this to https://github.com/markedjs/marked.`,e){let r="<p>An error
       <span class="model" title=${Ds.value}>${ze.value?.model??""}</span>
       <${_p} />
     </header>
-    <main><${bp[e]??ss} place=${decodeURIComponent(t.join("/"))} /></main>`}var bp={chat:ss,images:is(async()=>(await import("./images-J6U5XI6C.js")).Images),raw:is(async()=>(await import("./raw-BVWYWJ22.js")).Raw),live:is(async()=>(await import("./live-YS662S6L.js")).Live),requests:ea};function is(e){let t=ke(null);return n=>(ve(()=>{t.value||e().then(r=>t.value=r)},[]),t.value&&k`<${t.value} ...${n} />`)}function _p(){let[e,t]=le(!1),[n,r]=le(un()),s=o=>{o.preventDefault(),Cs(n.trim()),t(!1),ir()};return!e&&!sr.value?k`<button type="button" onClick=${()=>t(!0)}>Key</button>`:k`<form class="key" onSubmit=${s}>
+    <main><${bp[e]??ss} place=${decodeURIComponent(t.join("/"))} /></main>`}var bp={chat:ss,images:is(async()=>(await import("./images-MMTVIGKU.js")).Images),raw:is(async()=>(await import("./raw-BVWYWJ22.js")).Raw),live:is(async()=>(await import("./live-YS662S6L.js")).Live),requests:ea};function is(e){let t=ke(null);return n=>(ve(()=>{t.value||e().then(r=>t.value=r)},[]),t.value&&k`<${t.value} ...${n} />`)}function _p(){let[e,t]=le(!1),[n,r]=le(un()),s=o=>{o.preventDefault(),Cs(n.trim()),t(!1),ir()};return!e&&!sr.value?k`<button type="button" onClick=${()=>t(!0)}>Key</button>`:k`<form class="key" onSubmit=${s}>
     <label
       >${sr.value?"This server wants a key":"Key"}<input
         type="password"
