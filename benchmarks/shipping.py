@@ -45,6 +45,7 @@ class Figures:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    server.compile_kernels(("float32", "bfloat16"))
     found = [measured("handed over", signal.SIGTERM, options), measured("computed again", signal.SIGKILL, options)]
     table = Table("", "streams", "that moved", "silence p50, ms", "most, ms", "tokens sent")
     for one in found:
