@@ -81,7 +81,7 @@ class Shipping:
         return messages
 
     def came(self, message: KvPiece) -> None:
-        """Pass bytes on. ValueError for those that nobody asked for; those that nobody wants any more are dropped."""
+        """Pass bytes on, or drop them if their row waits no more. ValueError for a ticket that was never given out."""
         piece = self._pieces.get(message.ticket)
         data: Shareable | None = message.data
         if piece is None or piece.taking or piece.source is not self._workers.get(message.index):

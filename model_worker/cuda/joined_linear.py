@@ -16,8 +16,8 @@ from model_worker.cuda.fp8_linear import Fp8Linear, fp8_product
 class JoinedLinear:
     """One product with the weights of several modules, whose parameters become parts of one piece of memory.
 
-    It holds no memory of its own: the weights are read through the first module's parameters. So whoever takes the
-    modules' weights away has taken all.
+    It holds no tensor: each call reads the weights through the first module's parameters. So their memory is free as
+    soon as the modules' parameters are replaced.
     """
 
     def __init__(self, linears: Sequence[nn.Linear] | Sequence[Fp8Linear]) -> None:
