@@ -51,7 +51,7 @@ def test_an_answer_streams_and_is_there_after_a_reload(visit: Visit) -> None:
     visit.page.reload()
     visit.settle()
     expect(visit.page.locator("article.assistant .text")).to_have_text(answer)
-    assert visit.page.get_by_label("Temperature", exact=True).input_value() == "0"
+    expect(visit.page.get_by_label("Temperature", exact=True)).to_have_value("0")
 
 
 def test_stop_regenerate_edit_and_branches(visit: Visit, embedded: Server) -> None:
@@ -76,7 +76,7 @@ def test_stop_regenerate_edit_and_branches(visit: Visit, embedded: Server) -> No
     visit.button("Send as a branch").click()
     expect(visit.page.locator("article.user .branches span")).to_have_text("2/2")
     visit.wait_for_answer()
-    assert visit.page.locator("article").count() == 2
+    expect(visit.page.locator("article")).to_have_count(2)
     visit.page.get_by_role("button", name="Earlier branch").click()
     expect(visit.page.locator(".branches span").first).to_have_text("1/2")
     assert visit.answer == stopped
@@ -133,7 +133,7 @@ def test_two_columns_are_compared(visit: Visit) -> None:
     assert long.startswith(short.strip())
     visit.button("Differences").click()
     expect(visit.page.locator(".column").nth(1).locator("mark")).not_to_have_count(0)
-    assert visit.page.locator(".column").nth(0).locator("mark").count() == 0
+    expect(visit.page.locator(".column").nth(0).locator("mark")).to_have_count(0)
 
 
 def test_a_tool_is_tried_by_hand(visit: Visit) -> None:
@@ -154,7 +154,7 @@ def test_hostile_markdown_does_nothing(visit: Visit) -> None:
     _answered_by(visit, HOSTILE)
     visit.send("Be hostile.")
     text = visit.page.locator("article.assistant .text")
-    assert text.locator("img, script, iframe, svg, style, [onclick], [onerror], [style]").count() == 0
+    expect(text.locator("img, script, iframe, svg, style, [onclick], [onerror], [style]")).to_have_count(0)
     links = text.locator("a").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
     assert all(link is None or link.startswith("https:") for link in links)
     assert "alert(2)" in visit.answer
@@ -183,7 +183,7 @@ def test_formulas_are_drawn(visit: Visit) -> None:
     expect(answer.locator("math[display=block]")).to_have_count(1)
     for part in ("for $5 or $6, ", "$c$", "\\unknown{"):
         expect(answer).to_contain_text(part)
-    assert answer.locator("[style]").count() == 0
+    expect(answer.locator("[style]")).to_have_count(0)
 
 
 def test_a_broken_stream_goes_on(visit: Visit) -> None:

@@ -107,7 +107,7 @@ def test_a_narrow_window_needs_no_scrolling_sideways(visit: Visit) -> None:
     for name in ("Chat", "Live"):
         open_view(visit, name)
         visit.page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
-    assert visit.page.get_by_label("Message", exact=True).count() == 0
+    expect(visit.page.get_by_label("Message", exact=True)).to_have_count(0)
     open_view(visit, "Chat")
     expect(visit.button("Send")).to_be_visible()
 
@@ -133,12 +133,12 @@ def test_a_text_goes_on_in_colour(visit: Visit) -> None:
     )
     visit.button("Go on").wait_for()
     visit.button("Take back").click()
-    assert box.text_content() == longer
+    expect(box).to_have_js_property("textContent", longer)
     open_view(visit, "Chat")
     open_view(visit, "Raw")
     again = visit.page.get_by_role("textbox", name="Text")
     expect(again).not_to_have_text("")  # it is filled once it is shown
-    assert again.text_content() == longer
+    expect(again).to_have_js_property("textContent", longer)
 
 
 def test_sound_is_played(visit: Visit) -> None:
@@ -179,7 +179,7 @@ def test_pictures_are_painted_by_the_fields_and_stopped(visit: Visit) -> None:
             lines = [json.dumps(event | {"b64_json": PIXEL, "size": "1x1"}) for event in events]
             route.fulfill(body="".join(f"data: {line}\n\n" for line in lines), content_type="text/event-stream")
 
-    assert visit.page.locator(".top nav").get_by_role("link", name="Images").count() == 0
+    expect(visit.page.locator(".top nav").get_by_role("link", name="Images")).to_have_count(0)
     _with(visit, {"paints": [PAINTER]})
     visit.page.route("**/v1/images/generations", answer)
     open_view(visit, "Images")
