@@ -224,7 +224,7 @@ def _fit_embedding(
 ) -> AdaptedEmbedding:
     found = parts.parts
     size = module.num_embeddings, module.embedding_dim
-    factor = float(getattr(module, "embed_scale", 1.0))
+    factor = _embed_scale(module)
     if names.WEIGHT in found:
         change = _whole(path, found, size) - _weight(module).float()
         return AdaptedEmbedding(change, torch.eye(module.embedding_dim), factor)
@@ -248,6 +248,16 @@ def _fit_embedding(
     gain = magnitude / (weight + added).norm(dim=0)
     _check_gain(path, gain)
     return AdaptedEmbedding(gain * (weight + added) - weight, torch.eye(module.embedding_dim), factor)
+
+
+def _embed_scale(module: nn.Embedding) -> float:
+    """Return what an embedding multiplies its rows by: modules round a tensor to their dtype, and no number."""
+    scale = getattr(module, "embed_scale", 1.0)
+    if not isinstance(scale, Tensor):
+        return float(scale)
+    # Those whose table is in codes have a weight only when it is asked for.
+    dtype = getattr(module, "dtype", None) or module.weight.dtype
+    return float(scale.to(dtype))
 
 
 def _check_magnitude(path: str, found: Mapping[str, Tensor], wanted: bool) -> None:

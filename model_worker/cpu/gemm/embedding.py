@@ -6,6 +6,7 @@ memory once. Knows how transformers' embeddings scale what they find. Knows no f
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ _SCALED = "ScaledWordEmbedding"
 
 def has_table(module: nn.Module) -> bool:
     """Whether a module does nothing but look rows up in its weight, and perhaps scale them."""
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or len(module._parameters) != 1:
+        # One with parameters of its own has rows that are not in the table.
         return False
     return type(module) is nn.Embedding or type(module).__name__.endswith(_SCALED)
 
@@ -44,9 +46,11 @@ class TableEmbedding(nn.Embedding):
         self.scale_grad_by_freq = False
         self.sparse = False
         self.dtype = dtype
-        self.is_scaled = hasattr(other, "embed_scale")
+        # What computes with rows as `other` does. Not a child: it has no weight.
+        self._like: list[nn.Embedding] = other._like if isinstance(other, TableEmbedding) else [_without_table(other)]
+        self.is_scaled = type(self._like[0]) is not nn.Embedding
         if self.is_scaled:
-            self.register_buffer("embed_scale", torch.as_tensor(other.embed_scale), persistent=False)
+            self.embed_scale: Any = other.embed_scale
 
     @abstractmethod
     def rows(self, numbers: Tensor) -> Tensor:
@@ -56,9 +60,19 @@ class TableEmbedding(nn.Embedding):
         found = self.rows(input).to(self.dtype)
         if not self.is_scaled:
             return found
-        scale: Any = self.embed_scale
-        scaled: Tensor = found * scale.to(self.dtype)
+        # Passes may run beside each other, so each has a copy of its own.
+        like = copy.copy(self._like[0])
+        like._parameters = {"weight": nn.Parameter(found.reshape(-1, self.embedding_dim), requires_grad=False)}
+        scaled: Tensor = like(torch.arange(input.numel()).reshape(input.shape))
         return scaled
+
+
+def _without_table(module: nn.Embedding) -> nn.Embedding:
+    """Return a copy of an embedding, which computes as that does with any rows that it is given as its weight."""
+    like = copy.copy(module)
+    like._parameters = {}
+    like.padding_idx = None
+    return like
 
 
 class EncodedEmbedding(TableEmbedding):

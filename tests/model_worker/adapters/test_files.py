@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from model_worker.adapters.config import parse_config
 from model_worker.adapters.files import CONFIG, PICKLE, WEIGHTS, read_files
@@ -71,6 +73,21 @@ def test_a_plain_adapter_is_read(tmp_path: Path) -> None:
     (linear,) = adapter.linears.values()
     assert adapter.rank == 2
     assert linear.scale == 2.0
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(BartScaledWordEmbedding, 55.42), (Gemma3TextScaledWordEmbedding, 55.5)])
+def test_a_change_of_an_embedding_is_scaled_as_its_rows_are(kind: Any, factor: float, tmp_path: Path) -> None:
+    """By a number as it is, and by a tensor as the module rounds it."""
+    model: Any = Model()
+    model.embed = kind(7, 4, 0, 55.42)
+    model.embed.weight.data = model.embed.weight.data.bfloat16()
+    tensors = {
+        f"{PREFIX}embed.lora_embedding_A": torch.randn(2, 7),
+        f"{PREFIX}embed.lora_embedding_B": torch.randn(4, 2),
+    }
+    adapter = read_adapter(write(tmp_path, tensors), model, 1 << 20)
+    assert adapter.embedding is not None
+    assert adapter.embedding.scale == 2 * factor
 
 
 def test_the_digest_names_the_content(tmp_path: Path) -> None:

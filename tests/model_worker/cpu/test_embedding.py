@@ -11,10 +11,12 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from model_worker.cpu.gemm.coded_linear import CodedLinear, WordLinear
 from model_worker.cpu.gemm.coded_rows import fill_row
-from model_worker.cpu.gemm.embedding import CodedEmbedding, EncodedEmbedding, decode_all, keep_encoded
+from model_worker.cpu.gemm.embedding import CodedEmbedding, EncodedEmbedding, decode_all, has_table, keep_encoded
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from shared.weight_codes import Codes
@@ -66,49 +68,82 @@ class Kept(EncodedWeight):
         return (lambda first, last: some(self._codes, first, last)) if self._has_codes else None
 
 
-class Scaled(nn.Embedding):
-    """As transformers has some."""
+# The square root of 3,072, which bfloat16 rounds to 55.5.
+SCALE = 55.42562584220407
+
+
+class Unrounded(nn.Embedding):
+    """Its scale is a tensor that is used as it is."""
 
     def __init__(self) -> None:
-        super().__init__(TOKENS, WIDTH)
-        self.embed_scale = nn.Buffer(torch.tensor(3.0), persistent=False)
+        super().__init__(TOKENS, WIDTH, padding_idx=TOKENS - 1)
+        self.embed_scale = torch.tensor(SCALE)
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.embed_scale.to(self.weight.dtype)
+        return super().forward(input) * self.embed_scale
 
 
-Scaled.__name__ = "SomeTextScaledWordEmbedding"
+Unrounded.__name__ = "SomeScaledWordEmbedding"
+# Whose scale is a number, a buffer that is rounded, and a tensor that is not.
+SCALED: list[Callable[[], nn.Embedding]] = [
+    lambda: BartScaledWordEmbedding(TOKENS, WIDTH, TOKENS - 1, SCALE),
+    lambda: Gemma3TextScaledWordEmbedding(TOKENS, WIDTH, TOKENS - 1, SCALE),
+    Unrounded,
+]
 
 
 class Model(nn.Module):
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.embedding = embedding
         self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.head.weight = embedding.weight
-        self.bfloat16()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
 
 
 def table(kind: str = "Q4_K", **options: bool) -> Kept:
     return Kept(KINDS[kind](np.random.default_rng(), TOKENS, WIDTH), **options)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Embedding(TOKENS, WIDTH), Scaled])
-def test_rows_are_decoded_as_they_are_looked_up(make: Callable[[], nn.Embedding]) -> None:
-    plain = make().bfloat16()
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(TOKENS, WIDTH), *SCALED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_decoded_as_they_are_looked_up(make: Callable[[], nn.Embedding], dtype: torch.dtype) -> None:
+    plain = make()
     source = table()
-    model = Model(make())
-    keep_encoded(model, "embedding", source, torch.bfloat16)
-    plain.weight = nn.Parameter(source.decoded(torch.bfloat16), requires_grad=False)
+    model = Model(make(), dtype)
+    keep_encoded(model, "embedding", source, dtype)
+    plain.weight = nn.Parameter(source.decoded(dtype), requires_grad=False)
     tokens = torch.randint(0, TOKENS, (2, 9))
     with torch.inference_mode():
         assert isinstance(model.embedding, EncodedEmbedding)
         assert torch.equal(model.embedding(tokens), plain(tokens))
         pack_linears(model)
-        assert isinstance(model.embedding, CodedEmbedding)
+        assert isinstance(model.embedding, CodedEmbedding) == (dtype == torch.bfloat16)
         assert torch.equal(model.embedding(tokens), plain(tokens))
+        assert torch.equal(model.embedding(tokens[0]), plain(tokens[0]))
     assert torch.equal(model.embedding.weight, source.rows(0, TOKENS))
+
+
+@pytest.mark.parametrize("make", SCALED)
+def test_a_tied_table_is_scaled_as_before(make: Callable[[], nn.Embedding]) -> None:
+    """A plain table becomes panels of words where other weights are in codes."""
+    model = Model(make())
+    keep_encoded(model, "inner", Kept(KINDS["Q8_0"](np.random.default_rng(), WIDTH, WIDTH)), torch.bfloat16)
+    tokens = torch.randint(0, TOKENS, (3,))
+    with torch.inference_mode():
+        want = model.embedding(tokens)
+        pack_linears(model)
+        assert isinstance(model.embedding, CodedEmbedding)
+        assert torch.equal(model.embedding(tokens), want)
+
+
+def test_an_embedding_with_more_than_a_table_stays_as_it_is() -> None:
+    embedding = SCALED[0]()
+    assert has_table(embedding)
+    embedding.of_images = nn.Parameter(torch.zeros(WIDTH))
+    assert not has_table(embedding)
 
 
 def test_a_tied_table_is_the_heads_panels() -> None:
