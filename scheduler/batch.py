@@ -32,7 +32,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
 
     Rows in decode get room for up to `most_guesses` guesses each. `preempted` gets each sequence that had to leave.
     """
-    worker.settle_waits()
+    worker.beginnings.settle_waits()
     rows = _with_blocks(worker, preempted)
     if not len(rows) and not worker.must_hear:
         return None
@@ -43,11 +43,11 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
         ntok = ntok[chosen]
         if not len(rows) and not worker.must_hear:
             return None
-    joining = worker.joining
+    joining = worker.changes.joining
     joins = [_join(worker, sequence) for sequence in joining]
     ahead = worker.send(rows, ntok, most_guesses)
     worker.rows.joined[[sequence.row for sequence in joining]] = worker.in_flight.last_number
-    drop, blocks = worker.take_changes()
+    drop, blocks = worker.changes.take()
     save, load = worker.spill.take_orders()
     return Step(
         incarnation=incarnation,
@@ -138,7 +138,8 @@ def _piece(worker: Worker, row: int) -> int:
     """Tokens that a row which runs alone computes next: a fixed piece of its prompt, or one token of its answer."""
     computed = int(worker.rows.num_computed_tokens[row])
     prompt = int(worker.rows.fixed[row])
-    return min(worker.fixed_tokens - computed % worker.fixed_tokens, prompt - computed) if computed < prompt else 1
+    piece = worker.beginnings.fixed_tokens
+    return min(piece - computed % piece, prompt - computed) if computed < prompt else 1
 
 
 def _join(worker: Worker, sequence: Sequence) -> Join:
@@ -153,7 +154,7 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
         grammar=RowGrammar.of(sequence.context),
-        isolated=worker.runs_alone(sequence),
+        isolated=worker.beginnings.runs_alone(sequence),
         adapter=sequence.adapter.handle if sequence.adapter is not None else 0,
         salt=sequence.salt(),
     )

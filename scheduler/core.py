@@ -35,8 +35,9 @@ from scheduler.adapter_registry import AdapterRegistry
 from scheduler.backlog import Backlog
 from scheduler.batch import build_step
 from scheduler.limits import Limits
-from scheduler.oneshot import OneShotLane, OneShotResult, OneShotWork
+from scheduler.oneshot import OneShotLane
 from scheduler.oneshot_adapters import gone
+from scheduler.oneshot_batches import OneShotBatches, OneShotResult, OneShotWork
 from scheduler.open_requests import OpenRequests
 from scheduler.placement_cost import Policy, least_cost
 from scheduler.replicas import NO_REPLICA
@@ -81,7 +82,8 @@ class Scheduler:
         self.backlog = Backlog(self.requests, clock)
         kept = adapter_file or AdapterFile(None)
         self.adapters = AdapterRegistry(self.requests, incarnation, kept, adapters or {}, clock)
-        self.oneshot = OneShotLane(self.requests, limits, incarnation, clock, self.adapters.find)
+        self.oneshot = OneShotLane(self.requests, limits, clock, self.adapters.find)
+        self.oneshot_batches = OneShotBatches(self.oneshot, self.requests, limits, incarnation)
         self.shipping = Shipping(self.requests, incarnation, clock)
         self.weights = WeightsRegistry(self.requests, incarnation, weights_file or WeightsFile(None))
         self._order = itertools.count()
@@ -230,7 +232,7 @@ class Scheduler:
         blamed = blamed and not worker.leaving
         self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
-        self.oneshot.lose_worker(worker, story, blamed)
+        self.oneshot_batches.lose_worker(worker, story, blamed)
         self.adapters.worker_lost(worker, blamed)
         self.weights.worker_lost(worker, blamed)
         computing = [*worker.in_flight.computing(), *worker.images.encoding()]
@@ -261,7 +263,7 @@ class Scheduler:
 
     def next_batches(self) -> list[tuple[int, OneShotWork]]:
         """Build at most one batch of texts, or pass over images, for each worker that has room for it."""
-        return [] if self.paused else self.oneshot.next_batches()
+        return [] if self.paused else self.oneshot_batches.next_batches()
 
     def next_shipments(self) -> list[tuple[int, ToOthers]]:
         """Messages for workers about the K and V of sequences that have changed their worker."""
@@ -271,7 +273,7 @@ class Scheduler:
         """Publish values of texts, or images. Results of other incarnations and epochs are ignored."""
         worker = self.workers.get(result.index)
         if worker is not None and (result.incarnation, result.epoch) == (self.incarnation, worker.hello.epoch):
-            self.oneshot.result(worker, result)
+            self.oneshot_batches.result(worker, result)
 
     def step_result(self, result: StepResult) -> None:
         """Update the sequences from a step's result. Results of other incarnations and epochs are ignored."""
@@ -297,7 +299,7 @@ class Scheduler:
         worker = self.workers.get(message.index)
         if worker is None or message.incarnation != self.incarnation or message.epoch != worker.hello.epoch:
             return
-        for sequence, load, blocks, seconds in worker.kv_moved(message):
+        for sequence, load, blocks, seconds in worker.beginnings.kv_moved(message):
             size = worker.block_size
             lost = (
                 f"; {(len(load.blocks) - blocks) * size} could not be, and are computed"

@@ -121,15 +121,15 @@ class KvEvents:
             del self._epochs[index]
             self._send([["AllBlocksCleared"]], index)
         for index, worker in workers.items():
-            if worker.kv_log is None and worker.pool.num_blocks:
-                worker.kv_log = KvLog(worker.pool, worker.block_size)
+            if worker.beginnings.kv_log is None and worker.pool.num_blocks:
+                worker.beginnings.kv_log = KvLog(worker.pool, worker.block_size)
                 self._epochs[index] = worker.hello.epoch
 
     def publish(self, workers: Mapping[int, Worker]) -> None:
         """Send what has changed, and answer those who have missed something."""
         self._subscribers.look()
         for index, worker in workers.items():
-            if worker.kv_log is not None and (changes := worker.kv_log.take()):
+            if worker.beginnings.kv_log is not None and (changes := worker.beginnings.kv_log.take()):
                 self._send([_form(change, worker.block_size) for change in changes], index)
         self._answer()
 

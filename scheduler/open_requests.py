@@ -68,16 +68,16 @@ class OpenRequests:
     def take_worker(self, index: int) -> Worker:
         """Take off a worker that is lost. What it has counted stays in the counters of all."""
         worker = self.workers.pop(index)
-        self.counters["placed_tokens"] += worker.placed_tokens
-        self.counters["saved_tokens"] += worker.saved_tokens
+        self.counters["placed_tokens"] += worker.beginnings.placed_tokens
+        self.counters["saved_tokens"] += worker.beginnings.saved_tokens
         return worker
 
     def counted(self) -> Counter[str]:
         """The counters, with what the workers that are here have counted. None ever falls."""
         counted = self.counters.copy()
         for worker in self.workers.values():
-            counted["placed_tokens"] += worker.placed_tokens
-            counted["saved_tokens"] += worker.saved_tokens
+            counted["placed_tokens"] += worker.beginnings.placed_tokens
+            counted["saved_tokens"] += worker.beginnings.saved_tokens
         return counted
 
     def open_of(self, tenant: str) -> int:

@@ -168,7 +168,7 @@ def _could_take(worker: Worker, requests: OpenRequests, sequence: Sequence) -> b
         return False
     if sequence.adapter is not None and worker.adapters.problem(sequence.adapter):
         return False
-    if worker.remote and sequence.images and array_bytes([sequence, *worker.joined]) > MOST_INLINE_BYTES:
+    if worker.remote and sequence.images and array_bytes([sequence, *worker.changes.joined]) > MOST_INLINE_BYTES:
         return False
     return not requests.quarantine.any_isolated(worker.rows.sequences)
 

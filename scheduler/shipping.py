@@ -176,7 +176,7 @@ class Shipping:
         complete = arrival.there == len(arrival.blocks)
         if not complete and not (arrival.cut and self._under_way(arrival) == 0):
             return
-        sequence = target.end_arrival(arrival)
+        sequence = target.beginnings.end_arrival(arrival)
         if sequence is None:
             return
         took = 1e3 * (self._clock() - arrival.began)

@@ -142,7 +142,7 @@ class Yard:
                     owners[block] += 1
             assert owners == worker.pool._owners
             assert worker.pool.used == sum(count > 0 for count in owners)
-            if not worker.prefix_cache and not worker.arrivals.open:
+            if not self.scheduler.limits.prefix_cache and not worker.arrivals.open:
                 assert max(owners) <= 1
 
 

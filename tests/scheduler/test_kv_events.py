@@ -131,10 +131,10 @@ def test_salted_prompts_are_not_published(context: zmq.Context[Any]) -> None:
     yard.drain()
     worker = yard.scheduler.workers[0]
     assert worker.pool.cached
-    assert worker.kv_log is not None
-    assert worker.kv_log.take() == []
+    assert worker.beginnings.kv_log is not None
+    assert worker.beginnings.kv_log.take() == []
     worker.pool.forget_cached()
-    assert worker.kv_log.take() == []
+    assert worker.beginnings.kv_log.take() == []
     events.close()
 
 

@@ -61,7 +61,7 @@ def test_every_text_is_answered_once_whatever_dies(data: st.DataObject) -> None:
         elif handle not in cancelled:
             asked.check()
     lane = yard.scheduler.oneshot
-    assert (lane.waiting, lane.running, lane._waiting_tokens, len(lane._queue)) == (0, 0, 0, 0)
+    assert (lane.waiting, lane.running, lane._waiting_tokens, len(lane.queue)) == (0, 0, 0, 0)
     assert yard.scheduler.requests.open_of("a") == yard.scheduler.requests.open_of("b") == 0
     for batch in yard.sent:
         assert tokens_in(batch) <= limits.text_batch_tokens("cpu") or sum(map(len, batch.parts)) == 1

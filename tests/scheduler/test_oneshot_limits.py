@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.limits import CPU_TEXT_TOKENS, GPU_TEXT_TOKENS
-from scheduler.oneshot import MAX_VALUES
+from scheduler.oneshot_batches import MAX_VALUES
 from tests.scheduler.text_yard import LIMITS, REPLICA, TextYard, hello, tokens_in
 
 
@@ -22,8 +22,8 @@ def test_requests_that_end_while_nothing_is_computed_leave_nothing(workers: int)
         yard.send()
     lane = yard.scheduler.oneshot
     assert len(lane._unchecked) == (0 if workers else len(kept))
-    assert len(lane._queue) == len(kept)
-    held = [len(level.heap) for tenant in lane._queue._tenants.values() for level in tenant.levels.values()]
+    assert len(lane.queue) == len(kept)
+    held = [len(level.heap) for tenant in lane.queue._tenants.values() for level in tenant.levels.values()]
     assert sum(held) <= 2 * len(kept) + 16
     yard.scheduler.paused = False
     if not workers:
@@ -57,13 +57,13 @@ def test_the_last_texts_of_a_long_request_do_not_starve_after_a_crash() -> None:
     yard.token_seconds = 1e-3
     bulk = yard.bulk(200, 100)
     yard.send()
-    while len(yard.scheduler.oneshot._queue):
+    while len(yard.scheduler.oneshot.queue):
         yard.answer()
         yard.send()
     yard.kill_worker(0, blamed=False)
     yard.start_worker(0)
     for _ in range(20):
-        while len(yard.scheduler.oneshot._queue) < 4:
+        while len(yard.scheduler.oneshot.queue) < 4:
             yard.bulk(1, 400)
         yard.turn()
     yard.asked[bulk].check()

@@ -58,7 +58,7 @@ def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
     ]
     yard.drain()
     worker = yard.scheduler.workers[1]
-    assert (worker.placed_tokens, worker.saved_tokens) == (82, 40)
+    assert (worker.beginnings.placed_tokens, worker.beginnings.saved_tokens) == (82, 40)
     assert yard.scheduler.status().workers[1].saved_tokens == 40
     yard.start_worker(1, epoch=1)
     status = yard.scheduler.status()
@@ -132,7 +132,7 @@ def test_a_restarted_worker_has_nothing_cached_and_is_not_flooded() -> None:
         yard.submit(handle, [*prompt, 5], 5, [])
     yard.scheduler.next_steps()
     assert yard.scheduler.workers[0].rows.running == 1, "the worker with an empty table gets what no worker has"
-    assert yard.scheduler.workers[1].saved_tokens == 120, "what worker 1 knows stays there"
+    assert yard.scheduler.workers[1].beginnings.saved_tokens == 120, "what worker 1 knows stays there"
 
 
 def test_another_worker_is_tried_when_the_first_has_no_room() -> None:

@@ -32,7 +32,7 @@ def test_one_of_many_equal_prompts_is_computed() -> None:
     yard.drain()
     right(yard, range(8))
     assert yard.cached == dict.fromkeys(range(1, 8), 60)
-    worker = yard.scheduler.workers[0]
+    worker = yard.scheduler.workers[0].beginnings
     assert (worker.placed_tokens, worker.saved_tokens) == (8 * 61, 7 * 60)
     assert yard.scheduler.counters["preemptions"] == 0, "they share the blocks, so all fit in memory together"
 
@@ -55,7 +55,7 @@ def test_the_next_in_line_computes_what_a_cancelled_one_did_not(turns: int) -> N
     yard.cancel(0)
     yard.drain()
     right(yard, range(1, 5))
-    saved = yard.scheduler.workers[0].saved_tokens
+    saved = yard.scheduler.workers[0].beginnings.saved_tokens
     assert saved >= 3 * 60, "the others wait for the first of them that is left"
 
 
