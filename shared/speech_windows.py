@@ -1,5 +1,8 @@
 """Cuts a stream of codes into windows for the codec: the first ones are short, so that the first sound comes early.
 
+The frames around a window are decoded with it and left out, so longer windows take less work. Each window is so many
+times as long as the one before, until what surrounds it is a small part of it.
+
 Where windows end depends on the number of codes alone, never on when they came: the same codes give the same windows.
 Knows frames; knows neither tokens nor sound.
 """
@@ -14,9 +17,13 @@ from numpy.typing import NDArray
 
 from interfaces import CodecFacts
 
-# Frames of the first windows, and of all later ones.
-_FIRST_FRAMES = (2, 4, 8, 16)
-_FRAMES = 25
+# Frames of the first window, and how many times longer each next one is.
+_FIRST_FRAMES = 2
+_LONGER = 3
+# Frames of all later windows: at least so many, and at best so many times the frames around them, in so many seconds.
+_LEAST_FRAMES = 25
+_SURROUNDINGS = 4
+_MOST_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,12 @@ class Window:
     right: int
 
 
+def longest(codec: CodecFacts) -> int:
+    """Frames of the windows of a long sound."""
+    worth = _SURROUNDINGS * (codec.left + codec.right)
+    return max(_LEAST_FRAMES, min(worth, int(_MOST_SECONDS * codec.sample_rate / codec.frame_samples)))
+
+
 class Windows:
     """The windows of one sound. `width` is the number of codes of a frame."""
 
@@ -39,7 +52,8 @@ class Windows:
         self._codes: list[int] = list(heard)
         # Frames that no window has to give any more.
         self._done = len(heard) // width
-        self._cut = 0
+        self._length = _FIRST_FRAMES
+        self._longest = longest(codec)
 
     @property
     def frames(self) -> int:
@@ -56,7 +70,7 @@ class Windows:
     def ready(self) -> Iterator[Window]:
         """The windows whose surroundings are there."""
         while not self._codec.is_whole:
-            end = self._done + (_FIRST_FRAMES[self._cut] if self._cut < len(_FIRST_FRAMES) else _FRAMES)
+            end = self._done + self._length
             if end + self._codec.right > self.frames:
                 return
             yield self._window(end, self._codec.right)
@@ -69,7 +83,7 @@ class Windows:
             return
         yield from self.ready()
         while self._done < self.frames:
-            end = min(self._done + _FRAMES, self.frames)
+            end = min(self._done + self._longest, self.frames)
             yield self._window(end, min(self._codec.right, self.frames - end))
 
     def _window(self, end: int, right: int) -> Window:
@@ -77,5 +91,5 @@ class Windows:
         left = 0 if self._codec.is_whole else min(self._codec.left, begin)
         codes = self._codes[(begin - left) * self._width : (end + right) * self._width]
         self._done = end
-        self._cut += 1
+        self._length = min(_LONGER * self._length, self._longest)
         return Window(np.array(codes, np.int32), begin - left, left, right)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from interfaces import CodecFacts
-from shared.speech_windows import Window, Windows
+from shared.speech_windows import Window, Windows, longest
 
 PIECEWISE = CodecFacts(8000, 8, 3, 2)
 WHOLE = CodecFacts(8000, 8, -1, -1)
@@ -49,6 +49,26 @@ def test_the_first_window_comes_with_its_surroundings() -> None:
     windows.add([3])
     (first,) = windows.ready()
     assert (first.codes.tolist(), first.left, first.right) == ([0, 1, 2, 3], 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("codec", "frames"),
+    [
+        (CodecFacts(24000, 320, 11, 11), 88),  # four times what surrounds them
+        (CodecFacts(24000, 320, 40, 40), 112),  # a second and a half
+        (CodecFacts(24000, 2048, 5, 5), 25),  # which is two seconds
+        (WHOLE, 25),
+    ],
+)
+def test_later_windows_are_long_beside_their_surroundings(codec: CodecFacts, frames: int) -> None:
+    assert longest(codec) == frames
+    if codec.is_whole:
+        return
+    windows = Windows(1, codec)
+    windows.add(list(range(1000)))
+    lengths = [len(window.codes) - window.left - window.right for window in windows.ready()]
+    assert lengths[:3] == [2, 6, 18]
+    assert set(lengths[5:]) == {frames}
 
 
 def test_an_incomplete_frame_of_a_part_is_dropped() -> None:
