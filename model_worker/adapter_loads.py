@@ -8,9 +8,7 @@ adapter consists of.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 from collections import deque
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -20,6 +18,7 @@ import torch
 
 from interfaces import AdapterFailed, AdapterLoaded, DropAdapter, LoadAdapter
 from model_worker.backends.base import AdapterFacts
+from model_worker.wake_up import WakeUp
 from shared.resources import free_memory
 
 log = logging.getLogger(__name__)
@@ -72,13 +71,11 @@ class AdapterLoads:
         self._holding = False
         # Held while an adapter is read: the backend and its weights do not change meanwhile.
         self._lock = Lock()
-        self._receiver, self._sender = socket.socketpair()
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
+        self._wake_up = WakeUp()
 
     def fileno(self) -> int:
         """Becomes readable when `take` has something."""
-        return self._receiver.fileno()
+        return self._wake_up.fileno()
 
     def obey(self, message: LoadAdapter | DropAdapter) -> None:
         """Begin to load an adapter, or free one. No pass is in flight."""
@@ -121,12 +118,11 @@ class AdapterLoads:
                 self._loaded.discard(handle)
                 self._done.append(self._read(order))
         if self._done:
-            self._wake()
+            self._wake_up.wake()
 
     def take(self) -> list[AdapterLoaded | AdapterFailed]:
         """The answers to orders that were carried out since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            self._receiver.recv(4096)
+        self._wake_up.clear()
         answers = []
         while self._done:
             done = self._done.popleft()
@@ -178,7 +174,7 @@ class AdapterLoads:
                     self._put_off.append(order)
                     continue
                 self._done.append(self._read(order))
-            self._wake()
+            self._wake_up.wake()
 
     def _read(self, order: LoadAdapter) -> _Done:
         """Read an adapter, if it is still wanted."""
@@ -188,10 +184,6 @@ class AdapterLoads:
             return _Done(order, self._backend.load_adapter(order.handle, order.path), None, self._backend)
         except Exception as caught:  # the adapter fails, and not the worker
             return _Done(order, None, caught, self._backend)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._sender.send(b"\0")
 
 
 def _reason(done: _Done) -> str:

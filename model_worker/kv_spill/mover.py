@@ -8,11 +8,9 @@ loaded. Knows blocks, slots and tickets. Does not know sequences.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import queue
-import socket
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from model_worker.device_copy import Mark
 from model_worker.kv_spill.blocks import Blocks, Copied
 from model_worker.kv_spill.places import Place
 from model_worker.rows import StepError
+from model_worker.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +87,7 @@ class KvMover:
         self._sums = np.full(slots, -1, np.int64)
         self._complained = -SECONDS_BETWEEN_COMPLAINTS
         self._thread: Thread | None = None
-        self._receiver, self._sender = socket.socketpair()
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
+        self._wake_up = WakeUp()
 
     @property
     def still(self) -> bool:
@@ -99,7 +96,7 @@ class KvMover:
 
     def fileno(self) -> int:
         """Becomes readable when `take` has something."""
-        return self._receiver.fileno()
+        return self._wake_up.fileno()
 
     def order(self, step: Step) -> None:
         """Begin what a step asks for, before the step itself. StepError for blocks and slots that there are not."""
@@ -118,8 +115,7 @@ class KvMover:
 
     def take(self) -> list[KvMoved]:
         """The report of what was done since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            self._receiver.recv(4096)
+        self._wake_up.clear()
         with self._lock:
             moved, self._moved = self._moved, _Moved()
         if not moved:
@@ -248,8 +244,7 @@ class KvMover:
             self._moved.skipped += moved.skipped
             self._moved.broken += moved.broken
             self._moved.full |= moved.full
-        with contextlib.suppress(BlockingIOError):
-            self._sender.send(b"\0")
+        self._wake_up.wake()
 
     def _complain(self, text: str) -> None:
         now = time.monotonic()

@@ -7,11 +7,9 @@ tickets. Does not know sequences.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import queue
-import socket
 from collections import deque
 from dataclasses import dataclass
 from threading import Thread
@@ -24,6 +22,7 @@ from interfaces import Handover, KvPiece, KvTaken, SharedMemoryArray, ShipKv, Ta
 from model_worker.device_copy import Mark
 from model_worker.kv_cache import KVCache
 from model_worker.kv_spill.blocks import Blocks, Copied
+from model_worker.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +64,7 @@ class KvShipper:
         self._orders: queue.Queue[_Out | _In] = queue.Queue()
         self._done: deque[KvPiece | KvTaken] = deque()
         self._thread: Thread | None = None
-        self._receiver, self._sender = socket.socketpair()
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
+        self._wake_up = WakeUp()
 
     @property
     def still(self) -> bool:
@@ -76,7 +73,7 @@ class KvShipper:
 
     def fileno(self) -> int:
         """Becomes readable when `take` has something."""
-        return self._receiver.fileno()
+        return self._wake_up.fileno()
 
     def obey(self, order: ShipKv | TakeKv) -> None:
         """Begin to send blocks, or to fill them. What is sent is what the steps before this call leave in them.
@@ -100,8 +97,7 @@ class KvShipper:
 
     def take(self) -> list[KvPiece | KvTaken]:
         """The answers to orders that were carried out since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            self._receiver.recv(4096)
+        self._wake_up.clear()
         answers = []
         while self._done:
             answers.append(self._done.popleft())
@@ -156,5 +152,4 @@ class KvShipper:
 
     def _answer(self, answer: KvPiece | KvTaken) -> None:
         self._done.append(answer)
-        with contextlib.suppress(BlockingIOError):
-            self._sender.send(b"\0")
+        self._wake_up.wake()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 
 from interfaces import Batch, BatchResult
 from model_worker.cpu.threads import ALL_THREADS, ThreadPool
+from model_worker.wake_up import WakeUp
 
 # Of the thread that encodes, and of those that it starts.
 NICENESS = 10
@@ -36,13 +36,11 @@ class ClipThread:
         self._done: deque[tuple[int, BatchResult | Exception]] = deque()
         self._registration = 0
         self._thread: Thread | None = None
-        self._receiver, self._sender = socket.socketpair()
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
+        self._wake_up = WakeUp()
 
     def fileno(self) -> int:
         """Becomes readable when `take` has something."""
-        return self._receiver.fileno()
+        return self._wake_up.fileno()
 
     def add(self, batch: Batch) -> None:
         """Have a batch computed."""
@@ -53,8 +51,7 @@ class ClipThread:
 
     def take(self) -> list[BatchResult]:
         """The results since the last call. Raises what the computation did not expect."""
-        with contextlib.suppress(BlockingIOError):
-            self._receiver.recv(4096)
+        self._wake_up.clear()
         found: list[BatchResult] = []
         while self._done:
             registration, result = self._done.popleft()
@@ -96,5 +93,4 @@ class ClipThread:
         finally:
             ThreadPool.most_threads = ALL_THREADS
         self._done.append((registration, found))
-        with contextlib.suppress(BlockingIOError):
-            self._sender.send(b"\0")
+        self._wake_up.wake()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ import torch
 from model_worker.vision.cores import EncoderCores
 from model_worker.vision.encoder import FeatureKey, Features
 from model_worker.vision.rows import ImageRow, ImageRows
+from model_worker.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +77,13 @@ class EncodeQueue:
         # For the encoding thread alone: features that are somewhere still, by what they are kept by. An equal image
         # may come before those of the one before it were taken.
         self._known: WeakValueDictionary[FeatureKey, Features] = WeakValueDictionary()
-        self._receiver, self._sender = socket.socketpair()
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
+        self._wake_up = WakeUp()
         # Images encoded, and the seconds that they took.
         self.encoded = 0
         self.seconds = 0.0
         images.encode_later = self.add
         images.fail_later = self.fail
-        images.encoder.adapters.came = self._wake
+        images.encoder.adapters.came = self._wake_up.wake
 
     @property
     def hits(self) -> int:
@@ -102,7 +100,7 @@ class EncodeQueue:
 
     def fileno(self) -> int:
         """Becomes readable when `take` has something."""
-        return self._receiver.fileno()
+        return self._wake_up.fileno()
 
     def add(self, row: ImageRow, start: int) -> None:
         """Have the images of a row encoded, but for those that end before token `start`."""
@@ -135,12 +133,11 @@ class EncodeQueue:
     def fail(self, row: ImageRow, text: str) -> None:
         """Report a row whose images cannot be used."""
         self._ready.append(ReadyRow(row.row, row.joined, 0, text))
-        self._wake()
+        self._wake_up.wake()
 
     def take(self) -> list[ReadyRow]:
         """The rows that became ready, or failed, since the last call. Raises what the encoder did not expect."""
-        with contextlib.suppress(BlockingIOError):
-            self._receiver.recv(4096)
+        self._wake_up.clear()
         while self._done:
             self._finish(self._done.popleft())
         deferred = self._deferred
@@ -199,11 +196,7 @@ class EncodeQueue:
     def _tell(self, row: ImageRow) -> None:
         upto = row.images[row.missing[0]].start_idx if row.missing else ALL_TOKENS
         self._ready.append(ReadyRow(row.row, row.joined, upto, seconds=row.seconds))
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._sender.send(b"\0")
+        self._wake_up.wake()
 
     def _encode_all(self) -> None:
         # On Linux a thread has a niceness of its own. Steps go first where cores are few.
@@ -225,12 +218,12 @@ class EncodeQueue:
             if key is not None and done.features is not None:
                 self._known[key] = done.features
             self._done.append(done)
-            self._wake()
+            self._wake_up.wake()
 
     def _goes_on(self, job: _Job) -> bool:
         """Say that a part of an image is encoded. Whether the others are needed still."""
         self._done.append(_Done(job, None, None, 0.0))
-        self._wake()
+        self._wake_up.wake()
         return job.number in job.row.missing and self._images.has(job.row)
 
     def _encoded(self, job: _Job) -> _Done:

@@ -6,11 +6,9 @@ wakes the receiver of their results. Knows ranks and tensors. Does not know the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import socket
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,6 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from interfaces import GroupSpec, TensorSpec, WeightsCommand, WeightsTask
+from model_worker.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +57,11 @@ class Groups:
         self._commands: SimpleQueue[WeightsCommand] = SimpleQueue()
         self._done: deque[tuple[WeightsCommand, str]] = deque()
         self._thread: Thread | None = None
-        self._receiver, self._sender = socket.socketpair()
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
+        self._wake_up = WakeUp()
 
     def fileno(self) -> int:
         """Becomes readable when `take` has something."""
-        return self._receiver.fileno()
+        return self._wake_up.fileno()
 
     def obey(self, command: WeightsCommand) -> None:
         """Begin to carry out JOIN, LEAVE or RECEIVE."""
@@ -75,8 +72,7 @@ class Groups:
 
     def take(self) -> list[tuple[WeightsCommand, str]]:
         """The commands that were carried out since the last call, each with the reason why it was not, or none."""
-        with contextlib.suppress(BlockingIOError):
-            self._receiver.recv(4096)
+        self._wake_up.clear()
         taken = []
         while self._done:
             taken.append(self._done.popleft())
@@ -93,8 +89,7 @@ class Groups:
             except Exception as caught:  # the order fails, and not the worker
                 error = _reason(caught)
             self._done.append((command, error))
-            with contextlib.suppress(BlockingIOError):
-                self._sender.send(b"\0")
+            self._wake_up.wake()
 
     def _carry_out(self, command: WeightsCommand) -> None:
         group = command.group
