@@ -1,33 +1,32 @@
 """Rows of one worker whose K and V lie on another one, which they have left: they wait until these have come.
 
 A sequence whose worker leaves is placed elsewhere with what it has there, where that takes less time than to compute
-it; both are measured. Its blocks come in pieces, in their order (`shipping.py` has the messages). What does not come is
-computed. Blocks that are being filled stay owned until the worker has answered, whatever becomes of the row.
+it; both are measured (`copy_time.py`). Its blocks come in pieces, in their order (`shipping.py` has the messages). What
+comes for another row is not sent again: a row may wait for that, too. What does not come is computed. Blocks that are
+being filled stay owned until the worker has answered, whatever becomes of the row.
 Knows rows and blocks of this worker, and numbers of blocks of others. Does not know requests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from scheduler.blocks import BlockPool
+from scheduler.copy_time import CopyTime
 from scheduler.prefill_budget import PrefillBudget
 from scheduler.rows import RowTable
 from scheduler.sequence import KvElsewhere, Sequence
 
 # Fewer blocks are computed: each piece waits for the steps in flight.
 LEAST_BLOCKS = 2
-# What takes longer than this is not waited for; nor what takes so many times as long as to compute it.
+# What takes longer than this is not waited for; nor what takes so many times as long as to compute it, and a second.
 MOST_SECONDS = 10.0
 MOST_TIMES = 2.0
+_LEAST_PATIENCE = 1.0
 # A row whose blocks have neither come nor failed to come by then looks for another place.
 _LATE_SECONDS = 2 * MOST_SECONDS
-# Weight of the time of a piece among those before it.
-_WEIGHT = 0.5
-# A time by which sending does not pay is believed a little less each time, so that it is measured again one day.
-_FORGETTING = 0.98
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +34,8 @@ class Arrival:
     """Blocks of a row, from index `first` on, that get what blocks `theirs` of another worker hold.
 
     Then the K and V of `tokens` tokens are there. `version` is the row's. `seconds` is the time that it is expected to
-    take, and `computing` that of computing them. `asked` of the blocks were asked for, and `there` have come.
+    take, and `computing` that of computing them; after `patience` seconds it is not waited for any more. `asked` of the
+    blocks were asked for, and `there` have come.
     """
 
     row: int
@@ -48,6 +48,7 @@ class Arrival:
     began: float
     seconds: float | None
     computing: float | None
+    patience: float
     asked: int = 0
     there: int = 0
     # Nothing more is asked for.
@@ -75,17 +76,22 @@ class Arrivals:
         self._rows = rows
         self._prefill_budget = prefill_budget
         self._clock = clock
-        self._block_seconds: float | None = None
+        self._copy_time = CopyTime(clock)
 
-    def find(self, sequence: Sequence, first: int) -> int:
-        """How many blocks of a sequence, from index `first` on, are worth sending from where it was."""
+    def find(self, sequence: Sequence, first: int, awaited: Collection[tuple[int, int]] = ()) -> int:
+        """How many blocks of a sequence, from index `first` on, are worth sending from where it was.
+
+        It waits for the rows `awaited` in any case, each with its version.
+        """
         elsewhere = sequence.elsewhere
         if elsewhere is None or not self._form or elsewhere.form != self._form:
             return 0
         if elsewhere.weights != sequence.weights:
             return 0
         count = -(-self._tokens(sequence, elsewhere) // self._block_size) - first
-        return count if count >= LEAST_BLOCKS and self._pays(count) else 0
+        ahead = self._under_way(awaited)
+        computing = self._prefill_budget.block_seconds(self._block_size)
+        return count if count >= LEAST_BLOCKS and self._copy_time.pays(count, ahead, computing) else 0
 
     def cost(self, blocks: int) -> int:
         """So many tokens could be computed in the time in which so many blocks come."""
@@ -93,8 +99,8 @@ class Arrivals:
         computing = self._prefill_budget.token_seconds
         return int(seconds / computing) if seconds and computing else 0
 
-    def expect(self, row: int, first: int, count: int) -> None:
-        """Hold `row` until `count` of its blocks from index `first` on have come."""
+    def expect(self, row: int, first: int, count: int, before: int = 0) -> None:
+        """Hold `row` until `count` of its blocks from index `first` on have come. It waits for `before` others, too."""
         sequence = self._rows.sequence(row)
         elsewhere = sequence.elsewhere
         if elsewhere is None:
@@ -103,6 +109,8 @@ class Arrivals:
         self._pool.share(blocks)
         tokens = min(self._tokens(sequence, elsewhere), (first + count) * self._block_size)
         computing = self._prefill_budget.block_seconds(self._block_size)
+        # Without a copy it would compute what it waits for, too.
+        instead = MOST_SECONDS if computing is None else MOST_TIMES * computing * (before + count)
         arrival = Arrival(
             row=row,
             version=int(self._rows.version[row]),
@@ -114,6 +122,7 @@ class Arrivals:
             began=self._clock(),
             seconds=self._expected_seconds(count),
             computing=None if computing is None else computing * count,
+            patience=min(MOST_SECONDS, max(_LEAST_PATIENCE, instead)),
         )
         self.open.append(arrival)
         self._rows.awaited[row] = tokens
@@ -123,20 +132,23 @@ class Arrivals:
         version = self._rows.version[row]
         return next((each for each in self.open if (each.row, each.version) == (row, version)), None)
 
+    def brings(self, row: int, version: int, tokens: int) -> bool:
+        """Whether the first `tokens` of a row of this version are on their way to it, or there."""
+        owned = (each for each in self.open if (each.row, each.version) == (row, version))
+        return any(tokens <= each.tokens and not each.cut for each in owned)
+
     def has_owner(self, arrival: Arrival) -> bool:
         """Whether the row still waits."""
         return bool(self._rows.version[arrival.row] == arrival.version)
 
     def pays_on(self, arrival: Arrival) -> bool:
         """Whether it is right to wait on: it takes neither too long, nor longer than to compute the rest."""
-        taken = self._clock() - arrival.began
-        if taken > MOST_SECONDS or (arrival.computing and taken > max(1.0, MOST_TIMES * arrival.computing)):
+        if self._clock() - arrival.began > arrival.patience:
             return False
         left = len(arrival.blocks) - arrival.asked
         computing = self._prefill_budget.block_seconds(self._block_size)
-        if not arrival.there or not left or computing is None or self._block_seconds is None:
-            return True
-        return self._block_seconds < computing
+        one = self._copy_time.block_seconds
+        return not arrival.there or not left or computing is None or one is None or one < computing
 
     def late(self) -> list[int]:
         """The rows that wait, although a worker should have answered long ago."""
@@ -146,9 +158,7 @@ class Arrivals:
     def learn(self, blocks: int, seconds: float) -> None:
         """Learn from a piece that has come."""
         self.blocks += blocks
-        before = self._block_seconds
-        weight = 1.0 if before is None else _WEIGHT
-        self._block_seconds = (before or 0.0) + weight * (seconds / blocks - (before or 0.0))
+        self._copy_time.learn(blocks, seconds)
 
     def end(self, arrival: Arrival) -> int:
         """End an arrival. Returns how many tokens of its sequence have their K and V now."""
@@ -162,15 +172,10 @@ class Arrivals:
 
     def _expected_seconds(self, blocks: int) -> float | None:
         """The time until so many more blocks are here, behind those under way; None while nothing is measured."""
-        if self._block_seconds is None:
-            return None
-        return self._block_seconds * (blocks + sum(len(each.blocks) - each.there for each in self.open))
+        one = self._copy_time.block_seconds
+        return None if one is None else one * (blocks + self._under_way())
 
-    def _pays(self, blocks: int) -> bool:
-        """Whether sending is quicker than computing, as far as both are known."""
-        expected = self._expected_seconds(blocks)
-        computing = self._prefill_budget.block_seconds(self._block_size)
-        if expected is None or computing is None or expected < blocks * computing:
-            return True
-        self._block_seconds = _FORGETTING * (self._block_seconds or 0.0)
-        return False
+    def _under_way(self, apart: Collection[tuple[int, int]] = ()) -> int:
+        """Blocks that are still to come, but for those of some rows."""
+        counted = (each for each in self.open if (each.row, each.version) not in apart)
+        return sum(len(each.blocks) - each.there for each in counted)

@@ -211,27 +211,28 @@ def _record_placement(
     requests.waiting.charge(sequence, len(sequence.tokens) - cached - awaited)
     alone = ", alone: two workers crashed with it" if isolated else ""
     alone += "; it waits until its adapter is read" if worker.rows.awaits_adapter[sequence.row] else ""
-    coming = _coming(worker, sequence) if awaited else ""
     requests.record(
         sequence,
         f"admitted to worker {worker.hello.index} (epoch {worker.hello.epoch}), row {sequence.row}; "
         f"{cached} of {len(sequence.tokens)} tokens were cached"
-        f"{f', {awaited} more {coming}' if coming else ''}"
+        f"{_coming(worker, sequence, awaited) if awaited else ''}"
         f"{_comparison(choice, others)}{alone}",
         Stage.PLACED,
         worker.hello.index,
     )
 
 
-def _coming(worker: Worker, sequence: Sequence) -> str:
-    """Where the tokens come from that a row waits for, in words."""
+def _coming(worker: Worker, sequence: Sequence, awaited: int) -> str:
+    """Where the `awaited` tokens come from that a row waits for, in words."""
     load = worker.spilled_rows.load_of(sequence.row)
     if load is not None:
-        return f"are loaded from {worker.hello.spill_place}{_times(load.seconds, load.computing)}"
+        return f", {awaited} more are loaded from {worker.hello.spill_place}{_times(load.seconds, load.computing)}"
     arrival = worker.arrivals.arrival_of(sequence.row)
-    if arrival is not None:
-        return f"are sent by worker {arrival.source.index}{_times(arrival.seconds, arrival.computing)}"
-    return "are being computed for another request"
+    if arrival is None:
+        return f", {awaited} more are being computed for another request"
+    own = arrival.tokens - arrival.first * worker.block_size
+    others = f", {awaited - own} more are sent for another request" if awaited > own else ""
+    return f"{others}, {own} more are sent by worker {arrival.source.index}{_times(arrival.seconds, arrival.computing)}"
 
 
 def _times(seconds: float | None, computing: float | None) -> str:

@@ -2,6 +2,7 @@
 
 A sequence whose beginning is being computed for another row shares that row's blocks at once, and runs when the steps
 that fill them are sent: a worker runs its steps in order. So one of many equal prompts is computed, not each of them.
+Blocks that come for another row from elsewhere are shared alike.
 Knows rows, blocks and hashes. Does not know tokens or requests.
 """
 
@@ -59,18 +60,20 @@ class PrefixWaits:
             self._digests[row] = offered
 
     def wait(self, row: int, fills: Sequence[Fill], tokens: int) -> None:
-        """Hold `row` until `fills` are filled; then `tokens` of its tokens need no computing."""
+        """Hold `row` until `fills` are filled; then its first `tokens` need no computing."""
         # A row fills its blocks in order, so the last one of each row says all.
         self._waits[row] = list({fill.row: fill for fill in fills}.values())
         self._table.awaited[row] = tokens
 
+    def has(self, row: int) -> bool:
+        """Whether a row waits."""
+        return row in self._waits
+
     def settle(self) -> list[int]:
-        """Let rows run whose blocks are filled by the steps that were sent. Returns these rows."""
+        """The rows that wait no longer: their blocks are filled by the steps that were sent, or have come."""
         filled = [row for row, fills in self._waits.items() if all(map(self._is_filled, fills))]
         for row in filled:
             del self._waits[row]
-            self._table.num_computed_tokens[row] = self._table.awaited[row]
-            self._table.awaited[row] = 0
         return filled
 
     def oldest_waiting(self) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """Where the rows of one worker begin: which of their tokens need no computing there, and what they wait for meanwhile.
 
 The beginning of a sequence lies in the worker's prefix cache, or another row is filling it, or it lies beside the KV
-cache, or on a worker that the sequence has left. Whatever a row begins with and computes is put into the prefix cache.
+cache, or on a worker that the sequence has left. What another row is being sent is not sent once more, so rows with one
+beginning get that once, and each its own end. Whatever a row begins with and computes is put into the prefix cache.
 Knows rows, blocks and hashes. Does not know steps, nor other workers.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from typing import NamedTuple
 
 from interfaces import KvMoved, WorkerHello
@@ -101,8 +103,11 @@ class RowBeginnings:
     def find(self, sequence: Sequence) -> Beginning:
         """What a waiting sequence would begin with, if it were placed now."""
         shared = self._match(sequence)
-        coming = self._coming(sequence, len(shared))
-        fills = [] if coming else self._fills(sequence, len(shared))
+        fills = self._fills(sequence, len(shared))
+        sent = [] if sequence.elsewhere is None else self._sent(fills)
+        coming = self._coming(sequence, len(shared), sent)
+        if coming:
+            fills = sent
         spilled = [] if coming or fills else self._spilled(sequence, len(shared))
         return Beginning(shared, fills, coming, spilled)
 
@@ -118,13 +123,13 @@ class RowBeginnings:
         """Let a row that was given these blocks run, or wait for what is not there yet."""
         sequence = self._rows.sequence(row)
         cached = len(found.shared)
-        if found.coming:
-            self.arrivals.expect(row, cached, found.coming)
-        elif found.fills:
+        if found.fills:
             self.prefix_waits.wait(row, found.fills, len(found.owned) * self._size)
+        if found.coming:
+            self.arrivals.expect(row, len(found.owned), found.coming, before=len(found.fills))
         elif found.spilled:
             self.spilled_rows.load(row, cached, slots)
-        else:
+        elif not found.fills:
             self._begin_at(sequence, cached * self._size)
         if not found.coming:
             sequence.elsewhere = None
@@ -144,19 +149,24 @@ class RowBeginnings:
         ]
 
     def end_arrival(self, arrival: Arrival) -> Sequence | None:
-        """Let a row run whose blocks have come, or some of them. Returns its sequence, if it still waits."""
+        """Let a row run whose blocks have come, or some of them. Returns its sequence, if it still waits.
+
+        If it also waits for blocks of another row, it runs when these are there, too.
+        """
         waits = self.arrivals.has_owner(arrival)
         tokens = self.arrivals.end(arrival)
         if not waits:
             return None
-        sequence = self._run_from(arrival.row, tokens)
-        sequence.elsewhere = None
-        return sequence
+        if not self.prefix_waits.has(arrival.row):
+            return self._run_from(arrival.row, tokens)
+        self._rows.awaited[arrival.row] = tokens
+        return self._rows.sequence(arrival.row)
 
     def settle_waits(self) -> None:
-        """Let rows run whose beginning the steps that were sent compute for others."""
+        """Let rows run whose beginning the steps that were sent compute for others, or which has come for others."""
         for row in self.prefix_waits.settle():
-            self._begin_at(self._rows.sequence(row), int(self._rows.num_computed_tokens[row]))
+            if self.arrivals.arrival_of(row) is None:
+                self._run_from(row, int(self._rows.awaited[row]))
 
     def register(self, row: int, tokens: int) -> None:
         """Put the full blocks of the first `tokens` of a row into the prefix cache."""
@@ -185,12 +195,20 @@ class RowBeginnings:
         found = self.prefix_waits.find(self._hashes(sequence)[first : sequence.reusable // self._size])
         return found if len(found) * self._size >= self._min_awaited_tokens else []
 
-    def _coming(self, sequence: Sequence, first: int) -> int:
-        """How many blocks from index `first` on are worth sending from the worker that the sequence has left.
+    def _sent(self, fills: list[Fill]) -> list[Fill]:
+        """The first of these blocks, as far as they are being sent for the rows that fill them."""
+        return list(takewhile(lambda fill: self.arrivals.brings(fill.row, fill.version, fill.tokens), fills))
 
-        A sequence that runs alone is computed in whole pieces of its prompt, always the same ones.
+    def _coming(self, sequence: Sequence, first: int, before: list[Fill]) -> int:
+        """How many blocks are worth sending from the worker that the sequence has left.
+
+        They are those behind `first` ones and those `before`, for which it waits in any case. A sequence that runs
+        alone is computed in whole pieces of its prompt, always the same ones.
         """
-        return 0 if self.runs_alone(sequence) else self.arrivals.find(sequence, first)
+        if self.runs_alone(sequence):
+            return 0
+        awaited = {(fill.row, fill.version) for fill in before}
+        return self.arrivals.find(sequence, first + len(before), awaited)
 
     def _spilled(self, sequence: Sequence, first: int) -> list[bytes]:
         """Digests of blocks from index `first` on that are worth loading for the beginning of `sequence`."""
@@ -205,6 +223,7 @@ class RowBeginnings:
         self._rows.awaited[row] = 0
         self.register(row, tokens)
         self._begin_at(sequence, tokens)
+        sequence.elsewhere = None
         return sequence
 
     def _computes_for_others(self, sequence: Sequence) -> bool:

@@ -1,7 +1,8 @@
 """Blocks of one worker that lie beside its KV cache, on a disk or in a GPU's host memory: what is where, what moves.
 
 A block that leaves the prefix cache is saved in a slot, under its hash. A sequence whose beginning lies in slots has it
-loaded, where that takes less time than to compute it; both are measured. Slots are reused least recently used first.
+loaded, where that takes less time than to compute it; both are measured (`copy_time.py`). Slots are reused least
+recently used first.
 
 The worker carries orders out in the order in which it gets them, so a slot counts as written from the moment at which
 its order is made. What could not be written or read is not loaded, and is computed instead. Nothing here outlives the
@@ -19,16 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import KvMoved
+from scheduler.copy_time import CopyTime
 
 # Fewer blocks are computed: a load takes a step's time in any case.
 LEAST_BLOCKS = 2
 # A load that takes longer than this is not waited for.
 LOAD_SECONDS = 10.0
-# Weight of the time of a load of many blocks among those before it, and how many blocks are many.
-_WEIGHT = 0.5
-_MANY_BLOCKS = 16
-# A time by which loads do not pay is believed a little less each time, so that it is measured again one day.
-_FORGETTING = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Spill:
         self._last_ticket = 0
         self._saves: list[tuple[int, int, int]] = []
         self._load_orders: list[tuple[int, int, int]] = []
-        self._block_seconds: float | None = None
+        self._copy_time = CopyTime(clock)
 
     @property
     def used(self) -> int:
@@ -89,9 +86,8 @@ class Spill:
 
     def expected_seconds(self, blocks: int) -> float | None:
         """The time until so many more blocks are loaded, behind those under way; None while nothing is measured."""
-        if self._block_seconds is None:
-            return None
-        return self._block_seconds * (blocks + sum(len(load.blocks) for load in self._loads.values()))
+        one = self._copy_time.block_seconds
+        return None if one is None else one * (blocks + self._loading)
 
     def match(self, hashes: Iterable[bytes], computing: float | None) -> list[bytes]:
         """The longest beginning of `hashes` that is worth loading; `computing` one block takes so many seconds."""
@@ -102,14 +98,16 @@ class Spill:
             if digest not in self._slot_of:
                 break
             found.append(digest)
-        return found if len(found) >= LEAST_BLOCKS and self._pays(len(found), computing) else []
+        pays = len(found) >= LEAST_BLOCKS and self._copy_time.pays(len(found), self._loading, computing)
+        return found if pays else []
 
     def save(self, block: int, digest: bytes, computing: float | None) -> None:
         """Keep what a block holds before it is given away with the next step."""
         if digest in self._slot_of:
             self._slot_of.move_to_end(digest)
             return
-        slot = self._take_slot() if self._pays(1, computing) else None
+        # It is read some other day, and not behind the loads of now.
+        slot = self._take_slot() if self._copy_time.pays(1, 0, computing) else None
         if slot is None:
             return
         self._slot_of[digest] = slot
@@ -169,7 +167,8 @@ class Spill:
             if load is None or not 0 <= blocks <= len(load.blocks):
                 raise ValueError(f"no load has ticket {ticket} and {blocks} blocks")
             del self._loads[ticket]
-            self._learn(blocks, seconds)
+            self.loaded += blocks
+            self._copy_time.learn(blocks, seconds)
             ended.append((load, blocks, seconds))
         return ended
 
@@ -180,20 +179,10 @@ class Spill:
         self._digest_of.clear()
         self._saves.clear()
 
-    def _learn(self, blocks: int, seconds: float) -> None:
-        self.loaded += blocks
-        if blocks:
-            before = self._block_seconds
-            weight = 1.0 if before is None else _WEIGHT * min(1.0, blocks / _MANY_BLOCKS)
-            self._block_seconds = (before or 0.0) + weight * (seconds / blocks - (before or 0.0))
-
-    def _pays(self, blocks: int, computing: float | None) -> bool:
-        """Whether loading is quicker than computing, as far as both are known."""
-        expected = self.expected_seconds(blocks)
-        if expected is None or computing is None or expected < blocks * computing:
-            return True
-        self._block_seconds = _FORGETTING * (self._block_seconds or 0.0)
-        return False
+    @property
+    def _loading(self) -> int:
+        """Blocks of the loads under way."""
+        return sum(len(load.blocks) for load in self._loads.values())
 
     def _take_slot(self) -> int | None:
         """A slot to write; None if all are about to be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import KvPiece, KvTaken, SamplingParams, Step, StepResult, Submit, TakeKv, TextContext
+from interfaces import KvPiece, KvTaken, SamplingParams, ShipKv, Step, StepResult, Submit, TakeKv, TextContext
 from scheduler import shipping
 from scheduler.arrivals import MOST_SECONDS
 from scheduler.spill import Spill
@@ -252,6 +253,119 @@ def test_a_copy_that_is_slower_than_computing_is_cut_off() -> None:
     yard.drain()
     assert yard.tokens[1] == naive_generate([9] * 30, 1, [], 90)
     assert "are sent by" not in " ".join(yard.scheduler.request_log.of("again"))
+
+
+PREFIX = [position % 991 for position in range(1000)]
+
+
+class Shared:
+    """Eight requests with one beginning of 1,000 tokens, in the midst of their answers on worker 0; worker 1 is new."""
+
+    def __init__(self) -> None:
+        self.yard = Yard(replace(LIMITS, max_batch_tokens=64), 1, max_model_len=1200, num_blocks=1000)
+        self.prompts = [[*PREFIX, *range(handle, handle + 21)] for handle in range(8)]
+        for handle, prompt in enumerate(self.prompts):
+            params = SamplingParams(seed=handle, max_new_tokens=60)
+            context = TextContext.from_prompt(prompt, params, request_id=f"moved-{handle}")
+            self.yard.scheduler.submit(REPLICA, Submit(handle, context))
+        while len(self.yard.tokens) < 8 or min(map(len, self.yard.tokens.values())) < 5:
+            self.yard.turn()
+        self.yard.start_worker(1, 0)
+        self.left = computed_on(self.yard, 1)
+        # The blocks of worker 0 that it is asked for.
+        self.asked: list[int] = []
+        ship = self.yard.workers[0].ship
+
+        def counted(sent: ShipKv | TakeKv) -> KvPiece | KvTaken:
+            if isinstance(sent, ShipKv):
+                self.asked.extend(sent.blocks.tolist())
+            return ship(sent)
+
+        self.yard.workers[0].ship = counted  # type: ignore[method-assign]
+        self.yard.leave(0)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.yard.turn()
+
+    def story(self, handle: int) -> str:
+        return " | ".join(self.yard.scheduler.request_log.of(f"moved-{handle}"))
+
+    def finish(self, handles: Collection[int] = range(8)) -> None:
+        self.yard.drain()
+        for handle in handles:
+            prompt = self.prompts[handle]
+            assert self.yard.tokens[handle] == naive_generate(prompt, handle, [], len(prompt) + 60)
+        for worker in self.yard.scheduler.workers.values():
+            assert worker.pool.used == worker.rows.running == len(worker.arrivals.open) == 0
+
+
+def test_rows_of_one_prefix_are_sent_it_once_and_their_own_ends() -> None:
+    shared = Shared()
+    shared.finish()
+    blocks = len(PREFIX) // 4
+    assert len(shared.asked) == len(set(shared.asked)), "a block was sent twice"
+    ends = len(shared.asked) - blocks
+    # Each has 21 tokens of its own prompt, and those of its answer by then.
+    assert 8 * 6 <= ends <= 8 * (21 + 60) // 4
+    assert shared.left == [1] * 8, "nothing was computed again"
+    assert "are sent for another request" in shared.story(7)
+    assert "more are sent by worker 0" in shared.story(7)
+    counters = shared.yard.scheduler.status().counters
+    assert counters["shipped_tokens"] <= 4 * len(shared.asked)
+    assert counters["handed_over"] == 8
+
+
+def test_a_row_that_comes_later_is_sent_what_is_not_there() -> None:
+    """The prefix has come for another request, which still runs."""
+    shared = Shared()
+    yard = shared.yard
+    shared.until(lambda: bool(yard.scheduler.workers[1].arrivals.open))
+    late = [*PREFIX, 500]
+    yard.submit(8, late, 5, [])
+    shared.finish()
+    assert yard.tokens[8] == naive_generate(late, 8, [], len(late) + 5)
+    assert len(shared.asked) == len(set(shared.asked))
+    assert sum(shared.left) < 8 + 20
+
+
+def test_when_the_first_of_them_is_cancelled_the_others_are_sent_it() -> None:
+    shared = Shared()
+    yard = shared.yard
+    target = yard.scheduler.workers[1]
+    shared.until(lambda: target.arrivals.blocks > 0)
+    handle = target.rows.sequence(target.arrivals.open[0].row).handle
+    yard.cancel(handle)
+    shared.finish([other for other in range(8) if other != handle])
+    assert "it looks for a place again" in shared.story((handle + 1) % 8)
+    # What had come for the one that has gone is sent once more, and no other.
+    assert len(shared.asked) < 2 * len(set(shared.asked))
+    assert max(shared.left) == 1
+
+
+def test_when_the_source_dies_one_of_them_computes_what_is_missing() -> None:
+    shared = Shared()
+    yard = shared.yard
+    shared.until(lambda: yard.scheduler.workers[1].arrivals.blocks > 0)
+    del yard.workers[0]
+    yard.in_flight[0].clear()
+    yard.scheduler.lose_worker(0, "died")
+    shared.finish()
+    assert sum(left > 500 for left in shared.left) == 1, "the others waited for it"
+
+
+def test_when_the_target_dies_they_are_sent_to_another() -> None:
+    shared = Shared()
+    yard = shared.yard
+    yard.start_worker(2, 0)
+    left = computed_on(yard, 2)
+    shared.until(lambda: yard.scheduler.workers[1].arrivals.blocks > 0)
+    del yard.workers[1]
+    yard.in_flight[1].clear()
+    yard.scheduler.lose_worker(1, "died")
+    shared.finish()
+    assert left
+    assert max(left) == 1
 
 
 def test_other_forms_and_other_weights_are_computed_again() -> None:

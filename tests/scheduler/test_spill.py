@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interfaces import KvMoved, SamplingParams, Submit, TextContext
+from scheduler.copy_time import HALF_LIFE
 from scheduler.spill import LOAD_SECONDS, Spill
+from tests.scheduler.clock import Clock
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard, prompts
 
@@ -39,8 +41,8 @@ def digests(count: int, first: int = 0) -> list[bytes]:
     return [i.to_bytes(4, "big") for i in range(first, first + count)]
 
 
-def kept(count: int, slots: int = 8) -> Spill:
-    spill = Spill(slots)
+def kept(count: int, slots: int = 8, clock: Clock | None = None) -> Spill:
+    spill = Spill(slots, clock or Clock())
     for block, digest in enumerate(digests(count)):
         spill.save(block, digest, None)
     return spill
@@ -194,7 +196,8 @@ def test_a_load_that_hangs_is_not_waited_for() -> None:
 
 
 def test_what_loads_slower_than_it_is_computed_is_computed_and_measured_again_one_day() -> None:
-    spill = kept(6)
+    clock = Clock()
+    spill = kept(6, clock=clock)
     assert spill.match(digests(6), computing=0.01) == digests(6), "nothing is measured"
     slots = spill.hold(digests(6))
     spill.load(0, 1, 0, list(range(6)), slots, 0.01)
@@ -203,8 +206,24 @@ def test_what_loads_slower_than_it_is_computed_is_computed_and_measured_again_on
     assert spill.expected_seconds(2) == pytest.approx(0.2)
     assert spill.match(digests(6), computing=0.2) == digests(6)
     assert spill.match(digests(6), computing=0.01) == []
-    tries = next(i for i in range(1000) if spill.match(digests(6), computing=0.01))
-    assert 50 < tries < 200
+    for _ in range(10_000):
+        assert spill.match(digests(6), computing=0.01) == [], "how often it is asked makes no difference"
+    clock.advance(3 * HALF_LIFE)
+    assert spill.match(digests(6), computing=0.01) == [], "it takes ten times as long as computing"
+    clock.advance(HALF_LIFE)
+    assert spill.match(digests(6), computing=0.01) == digests(6)
+
+
+def test_blocks_are_saved_while_others_are_loaded_if_loads_pay() -> None:
+    spill = kept(6)
+    spill.load(0, 1, 0, list(range(6)), spill.hold(digests(6)), 0.01)
+    spill.answered(moved({1: 6}, seconds=0.012))
+    spill.load(0, 1, 0, list(range(6)), spill.hold(digests(6)), 0.01)
+    assert spill.expected_seconds(1) == pytest.approx(0.014), "it would be loaded behind the others"
+    spill.save(9, b"new", 0.01)
+    assert spill.saved == 7
+    spill.save(10, b"newer", 0.001)
+    assert spill.saved == 7, "it is computed in less time than it is loaded"
 
 
 def test_one_block_is_not_worth_a_load() -> None:
