@@ -41,6 +41,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "nodeSelector": {"disk": "fast"},
     },
+    "groups": {**REMOTE, "workers": {**REMOTE["workers"], "leaderWorkerSet": True}, "replicas": 3},
+    "scaled groups": {
+        **REMOTE,
+        "workers": {**REMOTE["workers"], "leaderWorkerSet": True},
+        "autoscaling": {"enabled": True},
+    },
     "scaled workers": {**REMOTE, "autoscaling": {"enabled": True, "max": 8}, "settings": {"quantization": "int8"}},
 }
 
@@ -85,14 +91,23 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for each in objects if each["kind"] == kind]
 
 
+def pods(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The templates of all pods."""
+    found = [each["spec"]["template"] for each in of_kind(objects, "Deployment")]
+    for each in of_kind(objects, "LeaderWorkerSet"):
+        group = each["spec"]["leaderWorkerTemplate"]
+        found += [group["leaderTemplate"], group["workerTemplate"]]
+    return found
+
+
 def containers(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each container with the spec of its pod."""
-    specs = [each["spec"]["template"]["spec"] for each in of_kind(objects, "Deployment")]
+    specs = [template["spec"] for template in pods(objects)]
     return [(one, spec) for spec in specs for one in [*spec.get("initContainers", []), *spec["containers"]]]
 
 
 def labels_of_pods(objects: list[dict[str, Any]]) -> list[dict[str, str]]:
-    return [each["spec"]["template"]["metadata"]["labels"] for each in of_kind(objects, "Deployment")]
+    return [template["metadata"]["labels"] for template in pods(objects)]
 
 
 def leaves(values: Any, path: str = "") -> set[str]:
@@ -114,8 +129,41 @@ def test_kubernetes_schemas_fit(objects: list[dict[str, Any]]) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate (extra `test`) is not installed")
     checked = [each for each in objects if each["kind"] in CORE]
     assert len(checked) >= 4
+    # Pods of a group are no object by themselves: each is checked as that of a Deployment.
+    checked += [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": each["metadata"],
+            "spec": {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template},
+        }
+        for each in of_kind(objects, "LeaderWorkerSet")
+        for template in pods([each])
+    ]
     for each in checked:
         validator.validate(each, KUBERNETES, strict=True)
+
+
+def test_a_group_is_a_server_and_its_workers() -> None:
+    """The fields are those of leaderworkerset.x-k8s.io/v1 (`api/leaderworkerset/v1` of kubernetes-sigs/lws)."""
+    objects = render(VARIANTS["groups"])
+    [group] = of_kind(objects, "LeaderWorkerSet")
+    assert not of_kind(objects, "Deployment")
+    spec = group["spec"]
+    assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert spec.keys() <= {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
+    assert (spec["replicas"], spec["startupPolicy"]) == (3, "LeaderCreated")
+    template = spec["leaderWorkerTemplate"]
+    assert template.keys() == {"leaderTemplate", "workerTemplate", "size", "restartPolicy"}
+    assert (template["size"], template["restartPolicy"]) == (1 + 2, "None")
+    # It makes a Service of its own name.
+    assert group["metadata"]["name"] not in {each["metadata"]["name"] for each in of_kind(objects, "Service")}
+    [server] = template["leaderTemplate"]["spec"]["containers"]
+    [worker] = template["workerTemplate"]["spec"]["containers"]
+    assert {"name": "workers", "containerPort": 5600} in server["ports"]
+    assert worker["args"] == ["worker", "tcp://$(LWS_LEADER_ADDRESS):5600", "--index=$(LWS_WORKER_INDEX)"]
+    alone = render(REMOTE)
+    assert pods(alone)[0] == template["leaderTemplate"]
 
 
 def test_there_are_few_values_and_the_schema_knows_all() -> None:
@@ -138,6 +186,7 @@ def test_there_are_few_values_and_the_schema_knows_all() -> None:
         ({"settings": {"api_key": "secret"}}, "api_key"),
         ({"settings": {"devices": "cpu"}}, "devices"),
         ({"workers": {"gpus": 2}}, "gpus"),
+        ({"workers": {"leaderWorkerSet": "yes"}}, "leaderWorkerSet"),
         ({"workers": {"replicas": 1}}, "CURVE keys"),
         ({**REMOTE, "replicas": 2}, "install the chart once for each server"),
         ({"service": {"port": 0}}, "port"),
@@ -224,10 +273,18 @@ def test_probes_ask_routes_and_time_suffices(objects: list[dict[str, Any]]) -> N
 
 
 def test_what_scales_has_no_number_of_its_own(objects: list[dict[str, Any]]) -> None:
-    deployments = {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "Deployment")}
+    kinds = ("Deployment", "LeaderWorkerSet")
+    deployments = {each["metadata"]["name"]: each["spec"] for kind in kinds for each in of_kind(objects, kind)}
     scaled = {each["spec"]["scaleTargetRef"]["name"] for each in of_kind(objects, "ScaledObject")}
     assert {name for name, spec in deployments.items() if "replicas" not in spec} == scaled
     for each in of_kind(objects, "ScaledObject"):
+        [target] = [
+            one
+            for one in objects
+            if one["metadata"]["name"] == each["spec"]["scaleTargetRef"]["name"]
+            and one["kind"] == each["spec"]["scaleTargetRef"].get("kind", "Deployment")
+        ]
+        assert target["apiVersion"] == each["spec"]["scaleTargetRef"].get("apiVersion", "apps/v1")
         [trigger] = each["spec"]["triggers"]
         [service] = [one for one in of_kind(objects, "Service") if "clusterIP" not in one["spec"]]
         query = trigger["metadata"]["query"]

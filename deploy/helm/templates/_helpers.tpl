@@ -2,6 +2,11 @@
 {{- if contains "tokenyard" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-tokenyard{{ end }}
 {{- end }}
 
+{{/* Not empty where each server is the leader of a group of its workers. */}}
+{{- define "tokenyard.groups" -}}
+{{- if and .Values.workers.leaderWorkerSet (gt (int .Values.workers.replicas) 0) }}groups{{ end }}
+{{- end }}
+
 {{/* Labels that never change: they select pods. `part` is server or worker. */}}
 {{- define "tokenyard.selector" -}}
 app.kubernetes.io/name: tokenyard
