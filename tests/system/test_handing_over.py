@@ -21,7 +21,10 @@ FLAGS = ["--dtype", "float32", "--kv-memory", "64MB", "--devices", "cpu,cpu", "-
 
 def requests() -> list[Request]:
     body = {"stream": True, "max_tokens": LENGTH, "ignore_eos": True, "temperature": 1}
-    texts = [f"{number} is a number, and {'so is the next one, ' * 20}" for number in range(STREAMS)]
+    # Half of them have one beginning.
+    more = "so is the next one, " * 20
+    own = [f"{number} is a number, and {more}" for number in range(0, STREAMS, 2)]
+    texts = [*own, *(f"{more}and {number} is a number" for number in range(1, STREAMS, 2))]
     return [
         Request("/v1/completions", {**body, "prompt": text, "seed": number}, completion_facts)
         for number, text in enumerate(texts)
