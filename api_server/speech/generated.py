@@ -193,7 +193,7 @@ async def generate_speech(call: Call, model: SpeakingModel, wish: Wish, again: b
     with receiving(server.observers, call.path):
         if wish.speed != 1:
             raise invalid(f"speed must be 1 for a model that generates speech tokens, got {wish.speed:g}", "speed")
-        voice = await voice_of_clip(call, model, wish) if wish.ref_audio else model.voice(wish.voice)
+        voice = await _voice(call, model, wish)
         prompts = await call.apart(
             lambda: model.prompts(parts_of(wish.input, model.files.characters), voice, wish.instructions)
         )
@@ -204,3 +204,10 @@ async def generate_speech(call: Call, model: SpeakingModel, wish: Wish, again: b
     speech = GeneratedSpeech(call, model, codec, wish.seed, voice, prompts)
     speech.begin(again)
     return speech
+
+
+async def _voice(call: Call, model: SpeakingModel, wish: Wish) -> Voice:
+    """The voice that a wish names, or that of its clip. Raises RequestFailed."""
+    if wish.imitated is not None:
+        return wish.imitated
+    return await voice_of_clip(call, model, wish) if wish.ref_audio else model.voice(wish.voice)

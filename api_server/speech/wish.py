@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.speech_tokens import Voice
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
@@ -18,3 +20,5 @@ class Wish:
     # A clip of the voice to imitate (a data URI, base64 or a URL), and its words; empty without one.
     ref_audio: str = ""
     ref_text: str = ""
+    # The voice of such a clip, where it has been made already.
+    imitated: Voice | None = None

@@ -6,6 +6,7 @@ import base64
 import io
 import itertools
 import json
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from api_server.speech.encoding import Encoder
+from api_server.speech.sentences import sentences
 from demo_model.painter.judge import see
 from shared.speech_files import SpeechFiles
 from tests.api_server.pooling.conftest import save_tokenizer
+from tests.model_worker.speech.tiny_speaker import SpeakerJudge, tiny_speaker
 from tests.model_worker.speech.tiny_vits import tiny_vits
 from tests.one_shot.server import VOCAB, reference, tiny_bert
 from tests.one_shot.test_speech import expected
+from tests.one_shot.test_speech_tokens import REF_TEXT, check_sound, clip_of
 from tests.system.served_model import make_model
 from tests.system.server import Server
 
@@ -71,10 +75,18 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(embedder: Path, reranker: Path, speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_speaker(tmp_path_factory.mktemp("imitator") / "tiny-imitator", length=320)
+
+
+@pytest.fixture(scope="module")
+def server(
+    embedder: Path, reranker: Path, speaker: Path, imitator: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     flags = ["--served-model-name", "chat", "--also", f"embed={embedder}", "--also", f"rerank={reranker}"]
     flags += ["--also", f"voice={speaker}", "--also", "painter=tokenyard-painter", "--devices", "cpu"]
+    flags += ["--also", f"imitator={imitator}", "--voice-clips"]
     with pytest.MonkeyPatch.context() as patch:
         # With other sums the length of a sound, which is rounded up, may be another.
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -92,11 +104,11 @@ def pixels(data: str) -> NDArray[np.int16]:
 
 
 def test_all_models_are_listed(server: Server) -> None:
-    names = ["chat", "embed", "rerank", "voice", "painter"]
+    names = ["chat", "embed", "rerank", "voice", "painter", "imitator"]
     assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == names
     anthropics = httpx.get(f"{server.url}/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert [model["id"] for model in anthropics["data"]] == names
-    assert (anthropics["first_id"], anthropics["last_id"]) == ("chat", "painter")
+    assert (anthropics["first_id"], anthropics["last_id"]) == ("chat", "imitator")
     assert httpx.get(f"{server.url}/v1/models/embed").json()["max_model_len"] == 160
     assert httpx.get(f"{server.url}/v1/models/nope").status_code == 404
 
@@ -209,7 +221,7 @@ def test_a_request_without_a_model_is_for_the_first_that_can_do_it(server: Serve
 def test_a_wrong_name_and_a_wrong_task_are_refused(server: Server) -> None:
     unknown = post(server, "/v1/embeddings", model="nope", input="Hello")
     assert unknown.status_code == 404
-    assert "this server has 'chat', 'embed', 'rerank', 'voice', 'painter'" in unknown.text
+    assert "this server has 'chat', 'embed', 'rerank', 'voice', 'painter', 'imitator'" in unknown.text
     for path, model, body in (
         ("/v1/embeddings", "chat", {"input": "Hello"}),
         ("/v1/chat/completions", "embed", {"messages": [{"role": "user", "content": "Hello!"}]}),
@@ -328,6 +340,13 @@ def test_wishes_for_spoken_answers_that_do_not_fit_are_refused_by_field(server: 
     for fields, field, words in (
         ({"audio": {"voice": "nobody"}}, "audio.voice", "this model has default"),
         ({"audio": {"model": "embed"}}, None, "needs a model that speaks texts"),
+        ({"audio": {"ref_audio": "UklGRg=="}}, "audio.ref_audio", "this model has voices of its own only"),
+        ({"audio": {"model": "imitator", "ref_audio": "UklGRg=="}}, "audio.ref_text", "must be the words"),
+        (
+            {"audio": {"model": "imitator", "ref_audio": "UklGRg==", "ref_text": REF_TEXT}},
+            "audio.ref_audio",
+            "is no sound file",
+        ),
         ({"audio": {"format": "ogg"}}, "audio.format", "Input should be 'wav'"),
         ({"stream": True}, "audio.format", "must be pcm16 with stream"),
         ({"n": 2}, "n", "must be 1"),
@@ -339,6 +358,19 @@ def test_wishes_for_spoken_answers_that_do_not_fit_are_refused_by_field(server: 
         assert refused.status_code == 400, refused.text
         error = refused.json()["error"]
         assert (error["param"], words in error["message"]) == (field, True), error
+
+
+def test_an_answer_is_spoken_in_the_voice_of_a_clip(server: Server, imitator: Path) -> None:
+    uri, samples = clip_of(0.05)
+    answer = " ".join(SENTENCES[:2])
+    audio = {"model": "imitator", "format": "wav", "ref_audio": uri, "ref_text": REF_TEXT}
+    found = post(server, "/v1/chat/completions", **spoken(answer, audio=audio)).json()
+    data = base64.b64decode(found["choices"][0]["message"]["audio"]["data"])
+    with wave.open(io.BytesIO(data)) as file:
+        heard = np.frombuffer(file.readframes(len(data)), np.int16)
+    judge = SpeakerJudge(imitator)
+    check_sound(heard, np.concatenate([judge.imitated(one, samples, REF_TEXT) for one in sentences(answer)]))
+    assert found["usage"]["completion_tokens_details"]["audio_tokens"] > 0
 
 
 def test_an_answer_without_words_is_silent(server: Server) -> None:

@@ -80,6 +80,7 @@ async def chat_completions(call: Call) -> Response:
 async def _spoken(call: Call, body: ChatBody, envelope: rendering.Envelope) -> Response:
     """Answers a conversation by sound."""
     spoken = SpokenChat(call, body, envelope)
+    await spoken.begin()
     generation = await generate(call.server, await requests.chat_request(call, body))
 
     def close() -> None:

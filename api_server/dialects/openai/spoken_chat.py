@@ -35,6 +35,8 @@ MOST_CHARACTERS = 4096
 _KEPT_SECONDS = 3600
 # Parts of a stream that wait for its client.
 _MOST_WAITING = 16
+# Names of fields of speech in a body of chat.
+_NAMES = {name: f"audio.{name}" for name in ("voice", "ref_audio", "ref_text")} | {"response_format": "audio.format"}
 
 
 class SpokenChat:
@@ -50,16 +52,21 @@ class SpokenChat:
         try:
             check_installed(kind)
             seed = None if body.seed is None else body.seed % (1 << 63)
-            self._aloud = Aloud(call, speaker, wish.voice_name, seed)
+            self._aloud = Aloud(call, speaker, wish.voice_name, seed, wish.ref_audio or "", wish.ref_text or "")
         except RequestFailed as error:
-            names = {"voice": "audio.voice", "response_format": "audio.format"}
-            field = names.get(error.field or "", error.field)
-            raise RequestFailed(error.kind, error.message, field=field) from None
+            raise error.renamed(_NAMES) from None
         rate = self._aloud.sample_rate
         self._encoder = Encoder(kind, rate, rate_of(kind, rate, None))
         self._envelope = envelope
         self._options = body.stream_options
         self._parts: _Parts | None = None
+
+    async def begin(self) -> None:
+        """Make the voice of a clip, before any text is written. Raises RequestFailed."""
+        try:
+            await self._aloud.begin()
+        except RequestFailed as error:
+            raise error.renamed(_NAMES) from None
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         """The whole body. Raises RequestFailed."""

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Characters of the words of a clip.
+MOST_REF_TEXT = 4096
+
 
 class VoiceId(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
@@ -23,6 +26,13 @@ class AudioWish(BaseModel):
         "wav", description="The form of the sound; a stream takes pcm16 only: 24000 samples a second, 16 bits"
     )
     model: str | None = Field(None, description="The model that speaks; default: the first of this server")
+    ref_audio: str | None = Field(
+        None,
+        description="A clip of the voice to imitate, as /v1/audio/speech takes it (--voice-clips)",
+    )
+    ref_text: str | None = Field(
+        None, max_length=MOST_REF_TEXT, description="The words of ref_audio, which must go with it"
+    )
 
     @property
     def voice_name(self) -> str | None:

@@ -1,8 +1,9 @@
-"""Sentences of an answer that has begun wait for their turn, however full the queue is."""
+"""Answers that are read aloud: sentences wait for their turn, however full the queue is, and clips may be refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from api_server.speech.speaking import speak
 from api_server.speech.wish import Wish
 from api_server.state import ServerState
 from api_server.text.pooled_model import PooledModel
+from api_server.text.speaking_model import SpeakingModel
 from api_server.text.tokenizer import Tokenizer
 from api_server.web.endpoint import Call
 from shared.access_keys import Caller
@@ -21,6 +23,7 @@ from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.engine.test_client import until
 from tests.api_server.speech.conftest import SpeechDouble, sound_of
+from tests.model_worker.speech.tiny_speaker import tiny_speaker
 
 
 async def test_sentences_of_an_answer_that_has_begun_wait_in_a_full_queue(
@@ -48,3 +51,31 @@ async def test_sentences_of_an_answer_that_has_begun_wait_in_a_full_queue(
     assert len(found) == len(contexts) == 2
     for i, (samples, context) in enumerate(zip(found, contexts, strict=True)):
         np.testing.assert_array_equal(samples, sound_of(context.tokens, 7 + i, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "text", "field", "message"),
+    [
+        (False, "it is dark", "ref_audio", "voices by clip are off on this server"),
+        (True, "", "ref_text", "must be the words that are spoken in ref_audio"),
+        (True, "it is dark", None, ""),
+    ],
+)
+def test_a_clip_of_a_voice_needs_its_words_and_the_operators_leave(
+    allowed: bool, text: str, field: str | None, message: str, tmp_path: Path
+) -> None:
+    folder = tiny_speaker(tmp_path / "tiny-speaker")
+    tokenizer = Tokenizer.load(str(folder))
+    no_engine: Any = None
+    speaking = SpeakingModel.of(str(folder), tokenizer)
+    server = ServerState(Settings(model=str(folder), voice_clips=allowed), tokenizer, no_engine, speaking=speaking)
+    call = Call(server, {"path": "/v1/chat/completions", "state": {"caller": Caller()}}, b"", "a-request")
+    try:
+        if field is None:
+            Aloud(call, server, None, 7, "UklGRg==", text)
+            return
+        with pytest.raises(RequestFailed, match=message) as refused:
+            Aloud(call, server, None, 7, "UklGRg==", text)
+        assert refused.value.field == field
+    finally:
+        server.accounts.close()
