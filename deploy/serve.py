@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import resource
 import socket
 import sys
@@ -37,7 +38,7 @@ from shared.liveness import role_option
 from shared.otel_settings import OtelMetricsSettings, OtelSettings
 from shared.process_table import ProcessState
 from shared.resources import usable_cores, visible_cores
-from shared.setting_forms import local_devices
+from shared.setting_forms import local_devices, ranks_of
 from shared.settings import Settings, SettingsError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -171,14 +172,15 @@ def sweep_shared_memory() -> None:
 
 
 def resolve_devices(settings: Settings) -> Settings:
-    """Make `devices` a list: every GPU that torch could use, else one worker on the CPU.
+    """Make `devices` a list: every GPU that torch could use, else one worker on the CPU. A worker of several GPUs is a
+    group of as many ranks.
 
     SettingsError for a GPU that this build of torch, or this machine, does not have. (A machine without any may be one
     whose driver is still being loaded: the worker judges that.)
     """
     if settings.devices == "none":
         return settings
-    wanted = [device for device in settings.devices.split(",") if device.startswith("cuda:")]
+    wanted = [device for device in re.split("[,+]", settings.devices) if device.startswith("cuda:")]
     if wanted and machine.torch_version().endswith("+cpu"):
         raise SettingsError(
             f"devices {settings.devices!r}: torch {machine.torch_version()} is a build without CUDA; "
@@ -187,9 +189,14 @@ def resolve_devices(settings: Settings) -> Settings:
     seen = machine.cuda_devices()
     if seen and (missing := sorted(set(wanted) - set(seen))):
         raise SettingsError(f"devices names {', '.join(missing)}, and this machine has {', '.join(seen)}")
+    ranks = settings.tensor_parallel
     if settings.devices != "auto":
-        return settings
-    return dataclasses.replace(settings, devices=",".join(seen) or "cpu")
+        [several] = {ranks} if "+" not in settings.devices else ranks_of(settings.devices)
+        return dataclasses.replace(settings, tensor_parallel=several)
+    if seen and len(seen) < ranks:
+        raise SettingsError(f"tensor_parallel {ranks} wants as many GPUs, and this machine has {', '.join(seen)}")
+    groups = ["+".join(seen[first : first + ranks]) for first in range(0, len(seen) // ranks * ranks, ranks)]
+    return dataclasses.replace(settings, devices=",".join(groups) or "cpu")
 
 
 def resolve_curve(settings: Settings) -> Settings:

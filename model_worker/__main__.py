@@ -26,7 +26,7 @@ from shared.liveness import become
 from shared.load_errors import may_pass
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
-from shared.setting_forms import bytes_of, step_tokens
+from shared.setting_forms import bytes_of, devices_of_ranks, step_tokens
 from shared.settings import Settings
 from shared.speech_tokens import SpeechTokenFiles
 
@@ -88,11 +88,12 @@ def main() -> None:
     epoch = forkserver.successor(arguments.epoch)
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     place = settings, run_directory.path, arguments.index, epoch
+    own_device = devices_of_ranks(arguments.device, settings.tensor_parallel)[arguments.rank]
     try:
         if arguments.rank:
             from model_worker.tensor_parallel.start import Rank
 
-            worker: Callable[[], None] = Rank(*place, arguments.rank).run
+            worker: Callable[[], None] = Rank(*place, arguments.rank, own_device, arguments.models).run
         elif pools(settings):
             local = not arguments.connect
             texts = build_texts(settings, arguments.index, arguments.device, epoch, local)
@@ -102,7 +103,7 @@ def main() -> None:
             )
         else:
             file = None if arguments.connect else run_directory.weights_file
-            group = _group(*place) if settings.tensor_parallel > 1 else None
+            group = _group(*place, own_device) if settings.tensor_parallel > 1 else None
             built = build(
                 settings, arguments.index, arguments.device, epoch, arguments.models, file, group, not arguments.connect
             )
@@ -123,7 +124,7 @@ def main() -> None:
         log.error("this worker ends: %s", lost)
         sys.exit(1)
     except RuntimeError as error:
-        phases.fatal(*_no_memory(arguments.device, error))
+        phases.fatal(*_no_memory(own_device, error))
         sys.exit(CANNOT_WORK)
     worker()
 
@@ -135,11 +136,11 @@ def _yield_cores() -> None:
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
 
 
-def _group(settings: Settings, folder: Path, index: int, epoch: int) -> Group:
+def _group(settings: Settings, folder: Path, index: int, epoch: int, device: str) -> Group:
     """Be rank 0 of a group: wait for the others."""
     from model_worker.tensor_parallel.start import Group
 
-    return Group(settings, folder, index, epoch)
+    return Group(settings, folder, index, epoch, device)
 
 
 def _import() -> None:
@@ -198,21 +199,22 @@ def build(
         processors = {**processors, **order_processor()}
     guesser = _load_guesser(settings, loaded)
     phases.phase("allocate KV")
-    memory = _kv_memory(settings, loaded, models) // settings.tensor_parallel
+    memory = _kv_memory(settings, loaded, models, group)
     if guesser is not None:
         memory = draft_loading.share_of(memory, loaded, guesser, settings.max_running)
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     described = runner.description
+    most = step_tokens(settings.max_batch_tokens, settings.devices)
+    steps = settings.max_running, capacity.max_model_len, most
     if group is not None:
-        group.lead(runner)
+        group.lead(runner, steps)
     if guesser is not None:
         guesser.check_length(capacity.max_model_len)
     phases.phase("compile kernels")
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
     runner.warm_up()
-    most = step_tokens(settings.max_batch_tokens, settings.devices)
-    runner.record(settings.max_running, capacity.max_model_len, most)
+    runner.record(*steps)
     shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
     _spill(settings, runner, shared)
     if group is None:
@@ -241,16 +243,22 @@ def build(
     return engine, hello, compilation, weights_commands(settings, device, shared, runner, hello, version)
 
 
-def _kv_memory(settings: Settings, loaded: LoadedModel, workers: int) -> int:
-    """Return the bytes for the KV cache: those of the settings, or what `workers` on a device leave for each."""
+def _kv_memory(settings: Settings, loaded: LoadedModel, workers: int, group: Group | None = None) -> int:
+    """Return the bytes for the KV cache: those of the settings, or what `workers` on a device leave for each.
+
+    In a group these are those of one rank.
+    """
     from model_worker.cuda.memory import CudaMemory
     from model_worker.execution.rehearsal import gpu_kv_memory
     from model_worker.kv_cache import default_kv_memory
 
+    shared = None if group is None else group.kv_memory(loaded, workers)
+    if shared is not None:
+        return shared
     wanted = parse_memory(settings.kv_memory)
     # A decoder of speech takes no step without a clip.
     if wanted is not None or loaded.device.type != "cuda" or loaded.clip_tokens:
-        return wanted or default_kv_memory(loaded.device, workers)
+        return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
     limits = step_tokens(settings.max_batch_tokens, settings.devices), settings.max_running, settings.max_model_len
     plan = gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits)
     log.info("%s is served by %s", loaded.architecture, plan)
@@ -272,7 +280,7 @@ def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRun
     """Say who this worker is, and what its model and its memory can do."""
     loaded = runner.loaded
     return WorkerHello(
-        device="+".join([device] * settings.tensor_parallel),
+        device="+".join(devices_of_ranks(device, settings.tensor_parallel)),
         index=shared.identity.index,
         epoch=shared.identity.epoch,
         pid=os.getpid(),

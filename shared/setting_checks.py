@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from shared.adapter_paths import named_paths
 from shared.fetch_hosts import FetchHosts
-from shared.setting_forms import bytes_of
+from shared.setting_forms import bytes_of, ranks_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TASKS = (
@@ -63,6 +63,16 @@ def check(holds: bool, name: str, value: object, valid: str) -> None:
 
 def check_group(ranks: int, values: Mapping[str, object]) -> None:
     """Raise SettingsError for a setting that does not work where a worker is a group of ranks."""
+    devices = str(values["devices"])
+    for group in devices.split(","):
+        names = group.split("+")
+        check(len(set(names)) == len(names), "devices", devices, "groups of different GPUs")
+    if ranks == 1 and "+" in devices:
+        # The number is taken from the devices where it is not given.
+        sizes = ranks_of(devices)
+        check(len(sizes) == 1, "devices", devices, "workers with as many GPUs each")
+        check_group(sizes.pop(), values)
+        return
     if ranks == 1:
         return
     for name, allowed in _ALONE.items():
@@ -72,10 +82,11 @@ def check_group(ranks: int, values: Mapping[str, object]) -> None:
                 f"{name} {values[name]!r} does not work with tensor_parallel {ranks}: "
                 f"use {name} {first!r}, or leave tensor_parallel out"
             )
-    if "cuda" in str(values["devices"]):
+    if "cuda" in devices and ranks_of(devices) != {ranks}:
+        group = "+".join(f"cuda:{rank}" for rank in range(ranks))
         raise SettingsError(
-            f"devices {values['devices']!r} does not work with tensor_parallel {ranks}, which is for CPUs: use devices "
-            "cpu, or leave tensor_parallel out"
+            f"devices {devices!r} does not work with tensor_parallel {ranks}: name {ranks} GPUs for each worker, such "
+            f"as devices {group}, or leave tensor_parallel out"
         )
 
 

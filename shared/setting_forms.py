@@ -36,7 +36,19 @@ def are_origins(text: str) -> bool:
 
 
 def are_devices(text: str) -> bool:
-    return text in ("auto", "none") or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
+    form = r"cpu|cuda:[0-9]+(\+cuda:[0-9]+)*"
+    return text in ("auto", "none") or all(re.fullmatch(form, device) for device in text.split(","))
+
+
+def ranks_of(devices: str) -> set[int]:
+    """Return how many GPUs the workers of a setting have, each of one or more."""
+    return {device.count("+") + 1 for device in devices.split(",")}
+
+
+def devices_of_ranks(device: str, ranks: int) -> list[str]:
+    """Return the device of each rank of a worker on `device`: its GPUs one by one, or the CPU for all."""
+    names = device.split("+")
+    return names if len(names) > 1 else names * ranks
 
 
 def local_devices(devices: str) -> list[str]:

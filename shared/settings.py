@@ -113,14 +113,14 @@ class Settings:
     devices: str = _setting(
         "capacity",
         "auto",
-        "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu; none: "
-        "only workers of other machines compute (worker_endpoint)",
+        "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; cuda:0+cuda:1 is one worker on two GPUs; "
+        "auto takes all GPUs, else one cpu; none: only workers of other machines compute (worker_endpoint)",
     )
     tensor_parallel: int = _setting(
         "capacity",
         1,
-        "processes that are one model worker together, each with a part of every layer, on a CPU (docs/scale.md); not "
-        "with adapters, guesses, images, quantized or changing weights",
+        "processes that are one model worker together, each with a part of every layer, on a CPU or a GPU each "
+        "(docs/scale.md); not with adapters, guesses, images, quantized or changing weights",
     )
     dtype: str = _setting("model", "auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
     task: str = _setting(
@@ -355,7 +355,9 @@ class Settings:
         endpoint = self.worker_endpoint
         check(not endpoint or is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
         check(not self.kv_events or is_tcp(self.kv_events), "kv_events", self.kv_events, "tcp://ADDRESS:PORT")
-        check(are_devices(self.devices), "devices", self.devices, "auto, none, or a list of cpu and cuda:N")
+        check(
+            are_devices(self.devices), "devices", self.devices, "auto, none, or a list of cpu, cuda:N and cuda:N+cuda:M"
+        )
         check_group(self.tensor_parallel, dataclasses.asdict(self))
         alone = self.devices == "none" and (not endpoint or bool(self.also))
         check(not alone, "devices", "none", "used with worker_endpoint, and without also: no worker is here then")

@@ -49,13 +49,14 @@ def prepare(
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     kv_dtype: str = "auto",
     fuses: bool = True,
+    whole: bool = True,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
     `has_kernels` says for the weights' dtype whether a CPU's kernels of a family (`kernel_cache.FAMILIES`) are
     compiled. Without them the model stays as it is, and attends in plain torch. `kv_dtype` names codes in which K and V
     are kept, or is auto. Unless the model `fuses`, the fused stack is not tried: it knows neither tokens that see later
-    ones, as images make them, nor other ranks.
+    ones, as images make them, nor other ranks. Nor are fused layers where it is not `whole`, but one rank's part.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -111,7 +112,8 @@ def prepare(
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded) if fuses else None)
     if device.type == "cuda":
         _replace_modules(loaded, tokens, expected)
-        return fuse_layers(choose_attention(loaded, tokens, expected), tokens, expected)
+        chosen = choose_attention(loaded, tokens, expected)
+        return fuse_layers(chosen, tokens, expected) if whole else chosen
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
             trim_heap()

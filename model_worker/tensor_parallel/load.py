@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from model_worker.attention import PAGED_ATTENTION
@@ -47,22 +47,24 @@ def load_part(
     joining: Joining,
     progress: Progress,
     max_model_len: int | None = None,
+    device: torch.device = _CPU,
 ) -> LoadedModel:
     """Load one rank's part of a model, and verify it. All ranks must call it, since they compute together.
 
     The model and its arguments are those of `load_model`. ModelRefused says what cannot be split.
     """
-    wanted = weights_dtype(dtype, _CPU)
+    wanted = weights_dtype(dtype, device)
     config = _splittable_config(source, ranks)
     architecture = refuse_by_config(config)
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
-        model, plan, sizes = _load(source, config, architecture, wanted, ranks, joining.rank)
+        model, plan, sizes = _load(source, config, architecture, wanted, ranks, joining.rank, device)
     join_parts(model, plan, joining, sizes)
+    nn.Module.to(model, device)
     if max_position is not None:
         pin_rope(model, min(max_position, max_model_len or max_position))
-    return prepare(model.eval(), _CPU, "none", progress, fuses=False)
+    return prepare(model.eval(), device, "none", progress, fuses=False, whole=False)
 
 
 def _splittable_config(source: str | Path, ranks: int) -> PreTrainedConfig:
@@ -105,6 +107,7 @@ def _load(
     dtype: torch.dtype | str,
     ranks: int,
     rank: int,
+    device: torch.device,
 ) -> tuple[PreTrainedModel, SplitPlan, dict[str, int]]:
     """Return a rank's part, the plan, and the whole sizes of what was cut, in the cut dimensions."""
     checkpoint, scheme = open_checkpoint(source, config, architecture)
@@ -114,7 +117,7 @@ def _load(
             architecture,
             f"tensor_parallel {ranks}: quantized weights are not split: name others, or leave it out",
         )
-    kind = computing_dtype(dtype, config, read_weights(checkpoint, scheme), architecture, _CPU)
+    kind = computing_dtype(dtype, config, read_weights(checkpoint, scheme), architecture, device)
     auto: Any = AutoModelForCausalLM
     attention = {"attn_implementation": PAGED_ATTENTION}
     try:

@@ -18,14 +18,19 @@ import torch
 import transformers
 
 from model_worker.attention import cpu
+from model_worker.cuda.memory import CudaMemory
+from model_worker.execution.rehearsal import gpu_kv_memory
 from model_worker.model import LoadedModel, Progress
 from model_worker.runner import ModelRunner
+from model_worker.tensor_parallel.collectives import Collectives
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.tensor_parallel.links import Follower, Leader, Place
 from model_worker.tensor_parallel.load import load_part
 from model_worker.tensor_parallel.passes import GroupBackend, follow
 from shared import forkserver, phases
 from shared.model_facts import model_facts
+from shared.setting_checks import parse_memory
+from shared.setting_forms import step_tokens
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -48,11 +53,15 @@ _LAST_SECONDS = 1.0
 class Group:
     """Rank 0's side: the part of the model that it computes, and the lines to the other ranks."""
 
-    def __init__(self, settings: Settings, folder: Path, index: int, epoch: int) -> None:
+    def __init__(self, settings: Settings, folder: Path, index: int, epoch: int, device: str) -> None:
         """Wait for the other ranks."""
         self._settings = settings
         self._ranks = settings.tensor_parallel
-        self._leader = Leader(_place(settings, folder, index, 0, epoch), _SLOT_BYTES)
+        self._device = _device(device)
+        place = _place(settings, folder, index, 0, epoch)
+        _meeting(place).unlink(missing_ok=True)
+        self._leader = Leader(place, _SLOT_BYTES)
+        self._collectives = _collectives(place, self._device)
 
     def load(self, progress: Progress) -> LoadedModel:
         """Load this rank's part of the model, while the others load theirs."""
@@ -60,9 +69,10 @@ class Group:
             self._settings.model,
             self._settings.dtype,
             self._ranks,
-            self._leader.exchange,
+            self._collectives or self._leader.exchange,
             progress,
             self._settings.max_model_len,
+            self._device,
         )
         log.info(
             "%s is computed by %d ranks with transformers' modules: the fused stack is not used in a group",
@@ -76,11 +86,25 @@ class Group:
             )
         return loaded
 
-    def lead(self, runner: ModelRunner) -> None:
-        """Have the others compute each batch of the runner's, too. Returns when all have computed the first ones."""
+    def kv_memory(self, loaded: LoadedModel, workers: int) -> int | None:
+        """Return the bytes for a rank's part of K and V on GPUs that so many workers share; None on a CPU."""
+        if self._collectives is None:
+            return None
+        return self._collectives.least(_rank_memory(self._settings, loaded, workers))
+
+    def lead(self, runner: ModelRunner, record: tuple[int, int, int]) -> None:
+        """Have the others compute each batch of the runner's, too. Returns when all have computed the first ones.
+
+        On GPUs all record steps with these arguments of `ModelRunner.record`, in the same order.
+        """
         size = runner.cache.block_size
-        self._leader.send(json.dumps({"num_blocks": runner.num_blocks, "block_size": size}).encode())
-        runner.backend = GroupBackend(runner.backend, size, self._leader)
+        terms = {"num_blocks": runner.num_blocks, "block_size": size, "record": record}
+        self._leader.send(json.dumps(terms).encode())
+        if self._collectives is not None:
+            # NCCL wants a first use before a recording.
+            runner.warm_up()
+            runner.record(*record)
+        runner.backend = GroupBackend(runner.backend, size, self._leader, self._collectives)
         runner.warm_up()
         self._leader.send(_STARTED)
         self._leader.exchange.patience = _patience(self._settings)
@@ -93,20 +117,28 @@ class Group:
 class Rank:
     """A rank other than 0: its part of the model, and the line to rank 0."""
 
-    def __init__(self, settings: Settings, folder: Path, index: int, epoch: int, rank: int) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, index: int, epoch: int, rank: int, device: str, workers: int
+    ) -> None:
         """Load the part. Raises ValueError or OSError for a model that cannot be served."""
         self._rank = rank
+        self._settings = settings
+        self._workers = workers
         self._patience = _patience(settings)
         phases.phase("meet rank 0")
-        self._link = Follower(_place(settings, folder, index, rank, epoch))
+        place = _place(settings, folder, index, rank, epoch)
+        torch_device = _device(device)
+        self._link = Follower(place)
+        self._collectives = _collectives(place, torch_device)
         phases.phase("load weights")
         self._loaded = load_part(
             settings.model,
             settings.dtype,
             settings.tensor_parallel,
-            self._link.exchange,
+            self._collectives or self._link.exchange,
             phases.tensors,
             settings.max_model_len,
+            torch_device,
         )
 
     def run(self) -> None:
@@ -116,12 +148,19 @@ class Rank:
         signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
         try:
             phases.phase("allocate KV")
+            if self._collectives is not None:
+                # The passes by which the first rank learns what is left are passes of all.
+                self._collectives.least(_rank_memory(self._settings, self._loaded, self._workers))
             terms = json.loads(_next(self._link))
             runner = ModelRunner(self._loaded, terms["num_blocks"], terms["block_size"])
             torch.set_grad_enabled(False)
             phases.phase("compile kernels")
-            cpu.warm_up(runner.cache.layout.dtype)
-            follow(runner.backend, lambda: _next(self._link))
+            if self._collectives is None:
+                cpu.warm_up(runner.cache.layout.dtype)
+            else:
+                runner.warm_up()
+                runner.record(*terms["record"])
+            follow(runner.backend, lambda: _next(self._link), self._collectives)
             self._link.exchange.patience = self._patience
             # The start has left it off; weights and modules live as long as the process, so it need not visit them.
             gc.collect()
@@ -129,7 +168,7 @@ class Rank:
             gc.enable()
             forkserver.has_served()
             phases.ready(rank=self._rank)
-            follow(runner.backend, lambda: _next(self._link))
+            follow(runner.backend, lambda: _next(self._link), self._collectives)
         except GroupLost as error:
             if terminated:
                 return
@@ -147,6 +186,34 @@ def _next(link: Follower) -> bytes:
         message = link.receive(_IDLE_SECONDS)
         if message is not None:
             return message
+
+
+def _rank_memory(settings: Settings, loaded: LoadedModel, workers: int) -> int:
+    """Return the bytes for K and V of one rank on a GPU: its share of the setting, or what steps and workers leave."""
+    wanted = parse_memory(settings.kv_memory)
+    if wanted is not None:
+        return wanted // settings.tensor_parallel
+    limits = step_tokens(settings.max_batch_tokens, settings.devices), settings.max_running, settings.max_model_len
+    return gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits).kv_cache
+
+
+def _device(name: str) -> torch.device:
+    """Return a rank's device, which is the current one from now on."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        # Streams and graphs are made on the current device, and kernels are launched there.
+        torch.cuda.set_device(device)
+    return device
+
+
+def _meeting(place: Place) -> Path:
+    """Return the file at which torch.distributed meets, in a folder that is this user's."""
+    return place.path.with_suffix(f".{place.epoch}.meeting")
+
+
+def _collectives(place: Place, device: torch.device) -> Collectives | None:
+    """Return what joins tensors on GPUs, once all ranks are there; None on a CPU, whose ranks share memory."""
+    return None if device.type == "cpu" else Collectives(place.rank, place.ranks, device, _meeting(place))
 
 
 def _patience(settings: Settings) -> float:

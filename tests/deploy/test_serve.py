@@ -112,8 +112,19 @@ def test_auto_takes_the_gpus_that_torch_could_use(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert resolve_devices(Settings()).devices == "cuda:0,cuda:1"
     assert resolve_devices(Settings(devices="cpu,cpu")).devices == "cpu,cpu"
+    several = resolve_devices(Settings(tensor_parallel=2))
+    assert (several.devices, several.tensor_parallel) == ("cuda:0+cuda:1", 2)
+    assert resolve_devices(several) == resolve_devices(Settings(devices="cuda:0+cuda:1")) == several
+    with pytest.raises(
+        SettingsError, match="tensor_parallel 3 wants as many GPUs, and this machine has cuda:0, cuda:1"
+    ):
+        resolve_devices(Settings(tensor_parallel=3))
+    with pytest.raises(SettingsError, match="devices names cuda:2"):
+        resolve_devices(Settings(devices="cuda:1+cuda:2"))
     monkeypatch.setattr("deploy.machine.torch_version", lambda: "2.13.0+cpu")
     assert resolve_devices(Settings()).devices == "cpu"
+    with pytest.raises(SettingsError, match="is a build without CUDA"):
+        resolve_devices(Settings(devices="cuda:0+cuda:1"))
 
 
 def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_path: Path) -> None:
@@ -147,6 +158,15 @@ def test_the_ranks_of_a_worker_are_a_group_and_share_the_cores(tmp_path: Path) -
         ["--index", "1", "--device", "cpu", "--rank", "1"],
     ]
     assert len({spec.stack_file for spec in workers}) == 4
+    pairs = Settings(devices="cuda:0+cuda:1,cuda:2+cuda:3", tensor_parallel=2)
+    workers = [spec for spec in child_specs(pairs, RunDirectory(tmp_path), 9) if spec.role == "model_worker"]
+    assert [spec.argv[9:] for spec in workers] == [
+        ["--device", "cuda:0+cuda:1"],
+        ["--device", "cuda:0+cuda:1", "--rank", "1"],
+        ["--device", "cuda:2+cuda:3"],
+        ["--device", "cuda:2+cuda:3", "--rank", "1"],
+    ]
+    assert not any(spec.forks for spec in workers)
 
 
 def test_each_further_model_gets_a_scheduler_and_workers_of_its_own(tmp_path: Path) -> None:

@@ -1,15 +1,22 @@
 """`python -m tests.model_worker.tensor_parallel.rank FOLDER RANK`: a rank of one group after another.
 
-Each line of the standard input names a group, the number of its ranks, and its model.
+Each line of the standard input names a group, the number of its ranks, its model, and whether its ranks are joined by
+torch.distributed, as they are on GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
+from torch import distributed as dist
+
 from model_worker.runner import ModelRunner
+from model_worker.tensor_parallel.collectives import Collectives
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.tensor_parallel.links import Follower, Place
 from model_worker.tensor_parallel.load import load_part
@@ -22,21 +29,31 @@ def place(folder: Path, name: str, rank: int, ranks: int) -> Place:
     return Place(folder / f"{name}.sock", rank, ranks, 0, {})
 
 
-def be_a_rank(where: Place, model: str) -> None:
+@contextmanager
+def collectives(where: Place) -> Iterator[Collectives]:
+    """As ranks on GPUs are joined, but on a CPU."""
+    try:
+        yield Collectives(where.rank, where.ranks, torch.device("cpu"), where.path.with_suffix(".meeting"))
+    finally:
+        dist.destroy_process_group()
+
+
+def be_a_rank(where: Place, model: str, distributed: bool) -> None:
     link = Follower(where, SECONDS)
-    loaded = load_part(model, "float32", where.ranks, link.exchange, lambda *_: None)
-    terms = link.receive(SECONDS)
-    assert terms is not None
-    runner = ModelRunner(loaded, **json.loads(terms))
-    follow(runner.backend, lambda: link.receive(SECONDS) or b"")
+    with collectives(where) if distributed else nullcontext() as joining:
+        loaded = load_part(model, "float32", where.ranks, joining or link.exchange, lambda *_: None)
+        terms = link.receive(SECONDS)
+        assert terms is not None
+        runner = ModelRunner(loaded, **json.loads(terms))
+        follow(runner.backend, lambda: link.receive(SECONDS) or b"", joining)
 
 
 def main() -> None:
     folder, rank = sys.argv[1:]
     for line in sys.stdin:
-        name, ranks, model = line.rstrip("\n").split(" ", 2)
+        name, ranks, distributed, model = line.rstrip("\n").split(" ", 3)
         try:
-            be_a_rank(place(Path(folder), name, int(rank), int(ranks)), model)
+            be_a_rank(place(Path(folder), name, int(rank), int(ranks)), model, distributed == "True")
         except GroupLost:
             continue
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from model_worker.tensor_parallel.links import Leader
 from model_worker.tensor_parallel.load import load_part
 from model_worker.tensor_parallel.passes import GroupBackend
 from tests.model_worker.speech.tiny_speaker import tiny_speaker
-from tests.model_worker.tensor_parallel.rank import SECONDS, place
+from tests.model_worker.tensor_parallel.rank import SECONDS, collectives, place
 from tests.model_worker.test_runner import BLOCK_SIZE, Driver, random_prompts
 from tests.model_worker.tiny_models import tiny_model
 
@@ -36,19 +36,21 @@ class Groups:
         self._others: list[subprocess.Popen[str]] = []
 
     @contextmanager
-    def group(self, path: Path, ranks: int) -> Iterator[tuple[LoadedModel, ModelRunner]]:
+    def group(self, path: Path, ranks: int, distributed: bool = False) -> Iterator[tuple[LoadedModel, ModelRunner]]:
         while len(self._others) < ranks - 1:
             self._others.append(self._start(len(self._others) + 1))
         for other in self._others[: ranks - 1]:
             assert other.stdin is not None
-            other.stdin.write(f"{path.name} {ranks} {path}\n")
-        leader = Leader(place(self.folder, path.name, 0, ranks), SLOT_BYTES, SECONDS)
+            other.stdin.write(f"{path.name} {ranks} {distributed} {path}\n")
+        where = place(self.folder, path.name, 0, ranks)
+        leader = Leader(where, SLOT_BYTES, SECONDS)
         try:
-            loaded = load_part(path, "float32", ranks, leader.exchange, lambda *_: None)
-            runner = ModelRunner(loaded, BLOCKS, BLOCK_SIZE, "cpu")
-            leader.send(json.dumps({"num_blocks": BLOCKS, "block_size": BLOCK_SIZE}).encode())
-            runner.backend = GroupBackend(runner.backend, BLOCK_SIZE, leader)
-            yield loaded, runner
+            with collectives(where) if distributed else nullcontext() as joining:
+                loaded = load_part(path, "float32", ranks, joining or leader.exchange, lambda *_: None)
+                runner = ModelRunner(loaded, BLOCKS, BLOCK_SIZE, "cpu")
+                leader.send(json.dumps({"num_blocks": BLOCKS, "block_size": BLOCK_SIZE}).encode())
+                runner.backend = GroupBackend(runner.backend, BLOCK_SIZE, leader, joining)
+                yield loaded, runner
         finally:
             leader.close()
 
@@ -121,3 +123,16 @@ def test_a_model_that_generates_speech_tokens_is_refused(tmp_path: Path) -> None
     reason = "tensor_parallel 2: a model that generates speech tokens is not split: leave it out"
     with pytest.raises(ModelRefused, match=reason):
         load_part(speaker, "float32", 2, Alone(), lambda *_: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arch", "ranks"), [("qwen3", 2), ("mixtral", 2), ("llama", 4)])
+def test_ranks_that_are_joined_as_those_of_gpus_compute_the_same(arch: str, ranks: int, groups: Groups) -> None:
+    """By torch.distributed, with batches whose columns go from device to device; here the devices are CPUs.
+
+    193 tokens make unequal parts of the logits of four ranks.
+    """
+    folder = groups.folder / "joined"
+    folder.mkdir(exist_ok=True)
+    path = tiny_model(arch, folder)
+    with groups.group(path, ranks, distributed=True) as (_, runner):
+        assert_equal_tokens(path, runner, count=3)

@@ -1,0 +1,74 @@
+"""Sums and gathers tensors over the ranks by torch.distributed: by NCCL on GPUs, which no memory of the host joins.
+
+What is launched is only launched: nothing here waits for the device, so that a recorded step has its sums in it. NCCL
+wants a first use before a recording, and the same order on all ranks: the passes of the start are the one, and ranks
+compute the same batches. All ranks get the same bits of a sum. Knows tensors. Does not know what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+# Seconds for which a rank is awaited: it may still read its weights.
+START_SECONDS = 1800.0
+
+
+def backend_for(device: torch.device) -> str:
+    """Return torch's name of what joins tensors of a device. ValueError where this torch has not got it."""
+    name = "nccl" if device.type == "cuda" else "gloo"
+    available = dist.is_available() and (dist.is_nccl_available() if name == "nccl" else dist.is_gloo_available())
+    if not available:
+        raise ValueError(f"ranks on {device} are joined by {name}, and torch {torch.__version__} was built without it")
+    return name
+
+
+class Collectives:
+    """One rank's end of a group whose ranks meet at a file, which only their user may read."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Path) -> None:
+        """Meet the others, which are all there. ValueError where the device's tensors cannot be joined."""
+        self.rank = rank
+        self.ranks = ranks
+        self._device = device
+        dist.init_process_group(
+            backend_for(device),
+            init_method=meeting.as_uri(),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=START_SECONDS),
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts, which have one shape and are overwritten."""
+        total = part.contiguous()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Join the ranks' parts along the last dimension. `widths` are their sizes in it."""
+        widest = max(widths)
+        rows = part.reshape(-1, part.shape[-1])
+        # All give as much; what is behind a narrower part is left away again.
+        mine = torch.nn.functional.pad(rows, (0, widest - rows.shape[-1])) if rows.shape[-1] < widest else rows
+        parts = torch.empty((self.ranks, *mine.shape), dtype=part.dtype, device=part.device)
+        dist.all_gather_single(parts.view(-1, widest), mine.contiguous())
+        joined = torch.cat([other[:, :width] for other, width in zip(parts, widths, strict=True)], dim=-1)
+        return joined.view(*part.shape[:-1], sum(widths))
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Give the first rank's tensor to all others, which have one of the same shape. Returns it."""
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers. This waits for the device."""
+        found = torch.tensor([number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found.item())
