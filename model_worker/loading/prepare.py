@@ -87,7 +87,7 @@ def prepare(
             raise
         reason = f"a forward pass over plain tokens fails: {first_line(error)}"
         raise ModelRefused(architecture, reason) from error
-    if not bool(torch.isfinite(expected).all()) and (damaged := _not_finite(model)):
+    if not verify.are_finite(expected) and (damaged := _not_finite(model)):
         raise ModelRefused(architecture, damaged)
     loaded = LoadedModel(
         model=model,
@@ -116,6 +116,8 @@ def prepare(
         return fuse_layers(chosen, tokens, expected) if whole else chosen
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
+            # More logits come, and these are much memory.
+            del expected
             trim_heap()
             invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)
             return _with_kv(replace(loaded, row_invariant=invariant), kv_dtype, tokens)

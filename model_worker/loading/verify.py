@@ -71,14 +71,7 @@ def check_paged(
         batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, block_size, every, loaded.device)
         return backend.logits(batch)
 
-    head = forward([first[:FIRST_CHUNK]], [FIRST_CHUNK], BLOCK_TABLES[:1])
-    rest = forward([first[FIRST_CHUNK:], second], [PROBE_TOKENS, PROBE_TOKENS], BLOCK_TABLES)
-    split = PROBE_TOKENS - FIRST_CHUNK
-    for name, got, want in (
-        ("one sequence", head, expected[0, :FIRST_CHUNK]),
-        ("a sequence in two chunks", rest[:split], expected[0, FIRST_CHUNK:]),
-        ("a sequence packed beside another", rest[split:], expected[1]),
-    ):
+    def agree(name: str, got: Tensor, want: Tensor) -> None:
         error = median_error(got, want)
         if not error < TOLERANCE[loaded.dtype]:
             raise ModelRefused(
@@ -86,6 +79,13 @@ def check_paged(
                 f"on the paged KV cache {name} gives other logits than the model's own attention "
                 f"(relative error {error:.2g}), so some layer keeps a state or uses positions in its own way",
             )
+
+    # One pass after the other: logits of both are much memory.
+    agree("one sequence", forward([first[:FIRST_CHUNK]], [FIRST_CHUNK], BLOCK_TABLES[:1]), expected[0, :FIRST_CHUNK])
+    rest = forward([first[FIRST_CHUNK:], second], [PROBE_TOKENS, PROBE_TOKENS], BLOCK_TABLES)
+    split = PROBE_TOKENS - FIRST_CHUNK
+    agree("a sequence in two chunks", rest[:split], expected[0, FIRST_CHUNK:])
+    agree("a sequence packed beside another", rest[split:], expected[1])
 
 
 def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool:
@@ -96,17 +96,21 @@ def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool
         check_paged(loaded, tokens, expected, "cpu", STACK_BLOCK_SIZE)
     except ModelRefused:
         return True
-    # The C library keeps the logits that were compared, and more come.
-    trim_heap()
-    with torch.inference_mode():
-        want = eager_logits(loaded.model, tokens, first).flatten(0, 1)
-    near = np.array([PROBE_TOKENS, PROBE_TOKENS])
-    batch = ForwardBatch.build(
-        tokens.flatten().numpy(), near, near, BLOCK_TABLES, STACK_BLOCK_SIZE, np.arange(tokens.numel())
-    )
-    far = replace(batch, positions=batch.positions + first)
-    got = ModelRunner(loaded, 8, STACK_BLOCK_SIZE, "cpu").backend.logits(far)
-    return not median_error(got, want) < TOLERANCE[loaded.dtype]
+    backend = ModelRunner(loaded, 8, STACK_BLOCK_SIZE, "cpu").backend
+    errors = []
+    # One sequence after the other: logits of many rows are much memory.
+    for sequence, table in zip(tokens, BLOCK_TABLES, strict=True):
+        # The C library keeps the logits that were compared, and more come.
+        trim_heap()
+        with torch.inference_mode():
+            (want,) = eager_logits(loaded.model, sequence[None], first)
+        length = np.array([PROBE_TOKENS])
+        near = ForwardBatch.build(
+            sequence.numpy(), length, length, table[None], STACK_BLOCK_SIZE, np.arange(PROBE_TOKENS)
+        )
+        far = replace(near, positions=near.positions + first)
+        errors.append(_row_errors(backend.logits(far), want))
+    return not float(torch.cat(errors).median()) < TOLERANCE[loaded.dtype]
 
 
 def plain_logits(loaded: LoadedModel, tokens: Tensor) -> Tensor:
@@ -157,17 +161,29 @@ def rows_are_invariant(loaded: LoadedModel, tokens: Tensor) -> bool:
         ((0, cut + 1, cut + 2),),
         ((0, cut + 2, PROBE_TOKENS), (1, cut, cut + 1)),
     )
-    # One after the other: each reads what those before it have written, and logits of all would be much memory.
-    return all(
-        torch.equal(
-            forward(BLOCK_TABLES[::-1], *chunks), torch.cat([whole[one][first:end] for one, first, end in chunks])
+
+    def agrees(chunks: tuple[tuple[int, int, int], ...]) -> bool:
+        parts = forward(BLOCK_TABLES[::-1], *chunks).split([end - first for _, first, end in chunks])
+        return all(
+            torch.equal(part, whole[one][first:end]) for part, (one, first, end) in zip(parts, chunks, strict=True)
         )
-        for chunks in passes
-    )
+
+    # One after the other: each reads what those before it have written, and logits of all would be much memory.
+    return all(agrees(chunks) for chunks in passes)
+
+
+def are_finite(logits: Tensor) -> bool:
+    """Whether all of logits [.., vocab] are finite. A row at a time: torch makes several tensors of their size."""
+    return all(bool(row.isfinite().all()) for row in logits.flatten(0, -2))
 
 
 def median_error(got: Tensor, want: Tensor) -> float:
-    """Return the median over rows of |got - want| / |want|. A row at a time: logits of many rows are much memory."""
-    rows = zip(got.flatten(0, -2), want.flatten(0, -2), strict=True)
+    """Return the median over rows of |got - want| / |want|."""
+    return float(_row_errors(got.flatten(0, -2), want.flatten(0, -2)).median())
+
+
+def _row_errors(got: Tensor, want: Tensor) -> Tensor:
+    """Return |got - want| / |want| of each row. A row at a time: logits of many rows are much memory."""
+    rows = zip(got, want, strict=True)
     errors = [(one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-6) for one, other in rows]
-    return float(torch.stack(errors).median())
+    return torch.stack(errors)
