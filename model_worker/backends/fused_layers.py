@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model_worker.attention import AttentionBackend
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.decoder_form import GEMMA, LayerForm, Part, decoder_form, epsilon_of, require
@@ -51,8 +52,8 @@ class FusedLayers:
         require(widths in (set(), {(form.shape.k_dim,)}), "it normalises queries and keys across heads")
         linears = [part.linear for layer in form.layers for part in layer.parts]
         plain = all(type(linear) is nn.Linear and linear.weight.dtype == loaded.dtype for linear in linears)
-        in_fp8 = all(type(linear) is Fp8Linear for linear in linears)
-        require(plain or in_fp8, "its linear layers are neither plain ones of one type nor all in FP8")
+        in_fp8 = any(all(type(linear) is kind for linear in linears) for kind in (Fp8Linear, BlockFp8Linear))
+        require(plain or in_fp8, "its linear layers are neither plain ones of one type nor all in FP8 of one kind")
         self._form = form
         self._norm = _norm_form(norms, self._epsilon)
         self._activation = _activation([layer.activation for layer in form.layers])
@@ -121,6 +122,7 @@ def _joined(parts: list[Part]) -> JoinedLinear:
     linears = list({id(part.linear): part.linear for part in parts}.values())
     biased = {linear.bias is not None for linear in linears}
     require(len(biased) == 1, "some of its linear layers of the same input have biases, and others none")
+    require(JoinedLinear.joins(linears), "its linear layers of the same input have scales of blocks that cross them")
     return JoinedLinear(linears)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 # Compute capability of the first cards with products of FP8 (Ada).
 _FIRST_CAPABILITY = (8, 9)
-_LARGEST = 448.0
+LARGEST = 448.0
 # A token of zeros needs a scale, too.
-_LEAST_SCALE = 1e-12
+LEAST_SCALE = 1e-12
 # Both sides of the product are whole multiples of it.
 MULTIPLE = 16
 # Of the largest output, between a product of rounded numbers in FP8 and in float32: one rounding to bfloat16.
-_TOLERANCE = 1e-2
+TOLERANCE = 1e-2
 
 
 class Fp8Linear(nn.Module):
@@ -54,16 +54,23 @@ def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.device.type != "cpu":
         from model_worker.cuda.fp8_kernel import round_tokens
 
-        return round_tokens(rows.contiguous(), _LARGEST, _LEAST_SCALE)
-    scales = (rows.abs().amax(-1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
+        return round_tokens(rows.contiguous(), LARGEST, LEAST_SCALE)
+    scales = (rows.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(LEAST_SCALE)
     # A value that rounds beyond the largest number would be NaN.
-    return (rows.float() / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
+    return (rows.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+
+
+def lacks_fp8(device: torch.device) -> str:
+    """Say that a card is of a kind without products of FP8 numbers; empty if it is not."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        return f"the card's compute capability is below {'.'.join(map(str, _FIRST_CAPABILITY))}"
+    return ""
 
 
 def unsupported(device: torch.device) -> str:
     """Say why a device does not multiply FP8 numbers as it should; empty if it does."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
-        return f"the card's compute capability is below {'.'.join(map(str, _FIRST_CAPABILITY))}"
+    if reason := lacks_fp8(device):
+        return reason
     generator = torch.Generator().manual_seed(0)
     values, inputs = (torch.randn(shape, generator=generator) for shape in ((48, 64), (5, 64)))
     linear = Fp8Linear((values * 100).to(torch.float8_e4m3fn), torch.rand(48, generator=generator) / 100, None)
@@ -76,8 +83,8 @@ def unsupported(device: torch.device) -> str:
         raise
     except Exception as error:  # of a torch, a compiler or a card without it
         return str(error).partition("\n")[0]
-    scales = inputs.bfloat16().float().abs().amax(-1, keepdim=True) / _LARGEST
+    scales = inputs.bfloat16().float().abs().amax(-1, keepdim=True) / LARGEST
     rounded = (inputs.bfloat16().float() / scales).to(torch.float8_e4m3fn).float() * scales
     want = rounded @ weight.t()
     error_found = float((got - want).abs().max() / want.abs().max())
-    return "" if error_found <= _TOLERANCE else f"its products of FP8 numbers are wrong by {error_found:.2g}"
+    return "" if error_found <= TOLERANCE else f"its products of FP8 numbers are wrong by {error_found:.2g}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, block_product
 from model_worker.cuda.fp8_linear import Fp8Linear, fp8_product
 
 
@@ -20,14 +21,19 @@ class JoinedLinear:
     soon as the modules' parameters are replaced.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear] | Sequence[Fp8Linear]) -> None:
-        """The modules have equal inputs, one dtype, and all of them a bias or none."""
+    def __init__(self, linears: Sequence[nn.Linear] | Sequence[Fp8Linear] | Sequence[BlockFp8Linear]) -> None:
+        """The modules have equal inputs, one dtype, and all of them a bias or none. See `joins`."""
         self._first = linears[0]
         self._outputs = sum(linear.out_features for linear in linears)
         if len(linears) > 1:
-            parts = [list(linear.parameters(recurse=False)) for linear in linears]
-            for parameters in zip(*parts, strict=True):
-                _lay_together(parameters)
+            for name, _ in list(self._first.named_parameters(recurse=False)):
+                in_row = isinstance(self._first, Fp8Linear) and name == "scales"
+                _lay_together([linear.get_parameter(name) for linear in linears], 1 if in_row else 0)
+
+    @staticmethod
+    def joins(linears: Sequence[nn.Module]) -> bool:
+        """Whether the scales of such modules, one behind the other, are those of the joined outputs."""
+        return all(not isinstance(one, BlockFp8Linear) or one.out_features % SIDE == 0 for one in linears[:-1])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the outputs of all modules, side by side."""
@@ -35,15 +41,18 @@ class JoinedLinear:
         added = None if first.bias is None else first.bias.as_strided((self._outputs,), (1,))
         if isinstance(first, Fp8Linear):
             return fp8_product(x, self._whole(first.codes), first.scales.as_strided((1, self._outputs), (1, 1)), added)
+        if isinstance(first, BlockFp8Linear):
+            groups = first.scales.shape[1]
+            scales = first.scales.as_strided((-(-self._outputs // SIDE), groups), (groups, 1))
+            return block_product(x, self._whole(first.codes), scales, added)
         return nn.functional.linear(x, self._whole(first.weight), added)
 
     def _whole(self, weight: Tensor) -> Tensor:
         return weight.as_strided((self._outputs, weight.shape[1]), (weight.shape[1], 1))
 
 
-def _lay_together(parameters: Sequence[Tensor]) -> None:
-    """Put parameters one after the other, along the dimension of outputs: their first one, or that of a row's."""
-    outputs = 1 if parameters[0].shape[0] == 1 else 0
+def _lay_together(parameters: Sequence[nn.Parameter], outputs: int) -> None:
+    """Put parameters one after the other, along the dimension of outputs."""
     with torch.no_grad():
         whole = torch.cat([parameter.detach() for parameter in parameters], outputs)
     for parameter, part in zip(

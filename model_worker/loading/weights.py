@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ from model_worker.attention import PAGED_ATTENTION
 from model_worker.cpu.gemm.embedding import keep_encoded
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
-from model_worker.cuda.fp8_linear import MULTIPLE, Fp8Linear, unsupported
 from model_worker.hearing.encoder import hears
+from model_worker.loading.gpu_fp8 import in_fp8, kept_in_fp8
 from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
 from model_worker.loading.quantized.scheme import Scheme, scheme_of
@@ -89,8 +90,8 @@ def load_weights(
     if overlays or is_quantized(checkpoint, scheme):
         lazily = device.type == "cpu" and not composite
         fp8_may_stay = device.type == "cuda" and not composite and scheme.rounds_inputs
-        kept = (lazily, fp8_may_stay and _multiplies_fp8(device, architecture))
-        return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, *kept)
+        kinds = attention, lazily, fp8_may_stay
+        return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, *kinds)
     # Without accelerate all weights are in the host's memory first.
     straight = device.type != "cpu" and is_accelerate_available()
     placed = {"device_map": {"": device}} if straight else {}
@@ -169,10 +170,10 @@ def load_quantized(
     device: torch.device,
     attention: Mapping[str, str],
     lazily: bool,
-    in_fp8: bool = False,
+    fp8_may_stay: bool = False,
 ) -> PreTrainedModel:
-    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded, and `in_fp8` those in FP8
-    with scales of outputs, whose products are then of FP8 numbers."""
+    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded, and `fp8_may_stay` those in
+    FP8 whose products the device computes in FP8."""
     try:
         weights = read_weights(checkpoint, scheme)
     except LOAD_ERRORS as error:
@@ -183,10 +184,11 @@ def load_quantized(
         names = WeightNames(auto, config, attention)
         encoded = names.with_joined_experts(weights.encoded) if lazily else weights.encoded
         targets = {
-            key: names.place_of(key, weight, tables=lazily)
-            for key, weight in encoded.items()
-            if lazily or (in_fp8 and weight.is_fp8 and not any(size % MULTIPLE for size in weight.shape))
+            key: names.place_of(key, weight, tables=lazily) for key, weight in encoded.items() if lazily or fp8_may_stay
         }
+        if fp8_may_stay:
+            placed = {key: encoded[key] for key, module in targets.items() if module}
+            targets = {key: targets[key] for key in kept_in_fp8(placed, device, architecture)}
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
@@ -203,14 +205,13 @@ def load_quantized(
             ignore_mismatched_sizes=True,
         )
     except LOAD_ERRORS as error:
-        if isinstance(error, ModelRefused):
+        if isinstance(error, ModelRefused | torch.OutOfMemoryError):
             raise
         raise ModelRefused(architecture, _reason(error)) from error
     check_loaded(architecture, info)
     for key, module in targets.items():
-        if module and in_fp8:
-            linear = model.get_submodule(module)
-            model.set_submodule(module, Fp8Linear(*encoded[key].fp8(), linear.bias))
+        if module and fp8_may_stay:
+            model.set_submodule(module, in_fp8(encoded[key], model.get_submodule(module).bias))
         elif module and encoded[key].experts:
             keep_experts(model, module, encoded[key], kind)
         elif module:
@@ -222,25 +223,16 @@ def load_quantized(
             return _typed(model)
         log.warning("%s: %s names a quantization, and no weight of the files is quantized", architecture, scheme.file)
         return _typed(model)
+    decoded = [] if lazily else [weight for key, weight in weights.encoded.items() if not targets.get(key)]
+    size = sum(math.prod(weight.shape) for weight in decoded) * kind.itemsize
     log.info(
-        "%s: %d weights are quantized by %s%s",
+        "%s: %d weights are quantized by %s, and %s",
         architecture,
         len(weights.encoded),
         weights.method or "a method that no file names",
-        ", and stay so until they are packed" if lazily else f", and decoded to {kind} in memory",
+        "stay so until they are packed" if lazily else f"{len(decoded)} are decoded to {kind}, {size / 1e9:.2f} GB",
     )
-    if any(targets.values()) and in_fp8:
-        said = "%s: of these, %d stay in FP8, and the inputs of their products are rounded to FP8 token by token"
-        log.info(said, architecture, sum(map(bool, targets.values())))
     return _typed(model)
-
-
-def _multiplies_fp8(device: torch.device, architecture: str) -> bool:
-    """Whether products of FP8 numbers are used on this device; the log says why not."""
-    reason = unsupported(device)
-    if reason:
-        log.info("%s: weights in FP8 are decoded, since %s", architecture, reason)
-    return not reason
 
 
 def _typed(model: Any) -> PreTrainedModel:

@@ -23,7 +23,8 @@ _PIECE = 1 << 22
 
 
 class Fp8Numbers(NamedTuple):
-    """A weight as `values` e4m3 [out, in], with a scale for each output, f32 [out]."""
+    """A weight as `values` e4m3 [out, in], with a scale for each output, f32 [out], or for each block, f32 [blocks of
+    out, blocks of in]."""
 
     values: Tensor
     scales: Tensor
@@ -60,17 +61,28 @@ class EncodedWeight(ABC):
 
     @property
     def experts(self) -> Sequence[Sequence[EncodedWeight]]:
-        """The matrices [outputs, inputs] of each expert, whose outputs come one behind the other; empty for none."""
+        """The matrices [outputs, inputs] of each expert, whose outputs come one behind the other, or take turns;
+        empty for none."""
         return ()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the outputs of an expert's matrices take turns, instead of being one behind the other."""
+        return False
 
     @property
     def is_fp8(self) -> bool:
         """Whether `fp8` gives its numbers."""
         return False
 
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """The outputs and inputs that share a scale of `fp8`; None: each output has one."""
+        return None
+
     def fp8(self) -> Fp8Numbers:
         """Return the numbers of a weight that is stored so. ValueError for another."""
-        raise ValueError("this weight is not stored as e4m3 with a scale for each output")
+        raise ValueError("this weight is not stored as e4m3 with a scale for each output, or each block")
 
     def quantized(self) -> Quantized:
         """Return the weight in int8 per output. A format of such numbers gives its own."""

@@ -83,12 +83,18 @@ class ScaledWeight(EncodedWeight):
 
     @property
     def is_fp8(self) -> bool:
-        whole = self._zeros is None and self._block is None and self._scales.shape[1] == 1
-        return self._numbers.dtype == E4M3_TYPE and whole
+        whole = self._block is not None or self._scales.shape[1] == 1
+        return self._numbers.dtype == E4M3_TYPE and self._zeros is None and whole
+
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        return self._block
 
     def fp8(self) -> Fp8Numbers:
         if not self.is_fp8:
             return super().fp8()
+        if self._block is not None:
+            return Fp8Numbers(self._numbers.read(), self._scales.float())
         return Fp8Numbers(self._numbers.read(), self._scales[:, 0].float().expand(self.shape[0]).contiguous())
 
     def quantized(self) -> Quantized:

@@ -21,6 +21,7 @@ from model_worker.cuda import (
     draw_kernels,
     fill_kernel,
     finish_kernel,
+    fp8_block_kernel,
     fp8_kernel,
     gate_kernel,
     kv_write_kernel,
@@ -62,22 +63,22 @@ POINTERS = {
     "epsilon": "fp32",
     "scale": "fp32",
     "softcap": "fp32",
-    "codes": "*fp8e4nv",
-    "scales": "*fp32",
+    **dict.fromkeys(("codes", "a_codes", "b_codes"), "*fp8e4nv"),
+    **dict.fromkeys(("scales", "a_scales", "b_scales"), "*fp32"),
 }
 # Only cards with products of these numbers round to them.
-ROUND = "round"
+OF_FP8 = ("round", "round groups", "few in blocks", "some in blocks", "many in blocks")
 FP8_TARGETS = ("sm_89", "sm_90")
 
 
 # Tensors of the model's dtype.
 OF_THE_MODEL = (
     *("q", "k", "v", "k_cache", "v_cache", "out", "x", "gate", "up", "logits", "top"),
-    *("weight", "inner", "residual", "rows", "cos", "sin", "q_weight", "k_weight"),
+    *("weight", "inner", "residual", "rows", "cos", "sin", "q_weight", "k_weight", "bias"),
 )
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
-    *("edge", "add and norm", "rotary", "gate", "round", "pick", "mask", "penalty"),
+    *("edge", "add and norm", "rotary", "gate", *OF_FP8, "pick", "mask", "penalty"),
 )
 
 
@@ -117,7 +118,12 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "finish", finish_kernel.finish_kernel, {"BLOCK": 128}, "bf16"
     yield "keep", finish_kernel.keep_kernel, {"BLOCK": 128}, "bf16"
     yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
-    yield ROUND, fp8_kernel.round_kernel, {"LARGEST": 448.0, "LEAST_SCALE": 1e-12, "BLOCK": 1024}, "bf16"
+    rounding = {"LARGEST": 448.0, "LEAST_SCALE": 1e-12}
+    yield "round", fp8_kernel.round_kernel, {**rounding, "BLOCK": 1024}, "bf16"
+    yield "round groups", fp8_block_kernel.round_groups_kernel, {**rounding, "SIDE": 128, "GROUPS": 8}, "bf16"
+    for name, (_, rows, columns, _, _) in zip(OF_FP8[2:], fp8_block_kernel.TILES, strict=True):
+        tile = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "TOGETHER": 8, "BIASED": True}
+        yield name, fp8_block_kernel.block_product_kernel, tile, "bf16"
     yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
     yield "mask", column_kernels.mask_kernel, {"BLOCK": 1024}, "bf16"
     yield "penalty", column_kernels.penalty_kernel, {"BLOCK": 1024}, "fp32"
@@ -131,7 +137,7 @@ def main(arguments: list[str]) -> None:
         amd = name.startswith("gfx")
         target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
         for kind, kernel, constants, dtype in kernels():
-            if (few and kind not in FEW) or (kind == ROUND and name not in FP8_TARGETS):
+            if (few and kind not in FEW) or (kind in OF_FP8 and name not in FP8_TARGETS):
                 continue
             types = {
                 **POINTERS,

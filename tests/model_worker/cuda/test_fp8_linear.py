@@ -83,13 +83,22 @@ def loaded(path: Path) -> Any:
     config = read_config(path)
     scheme = scheme_of(path, config)
     return load_quantized(
-        AutoModelForCausalLM, open_stored(path), scheme, config, "Llama", torch.float32, CPU, {}, False, in_fp8=True
+        AutoModelForCausalLM,
+        open_stored(path),
+        scheme,
+        config,
+        "Llama",
+        torch.float32,
+        CPU,
+        {},
+        False,
+        fp8_may_stay=True,
     ).eval()
 
 
 @pytest.mark.parametrize("name", ["fp8 of tensors", "fp8 of compressed-tensors", "fp8 of ModelOpt", "fp8 of blocks"])
 def test_a_checkpoint_keeps_its_numbers(name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    """Those with scales of blocks are decoded."""
+    """Those with scales of blocks of another size than a kernel takes are decoded."""
     source = tiny_model("llama", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=96, head_dim=16)
     path = quantize_checkpoint(source, tmp_path / "q", FORMATS[name])
     model = loaded(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from model_worker.backends import fused_layers
 from model_worker.backends.fused_layers import FusedLayers
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.decoder_form import UnsupportedPattern
 from model_worker.loading import verify
 from model_worker.loading.gpu_layers import check_steps, fuse_layers
 from model_worker.loading.load import load_model
@@ -86,25 +89,48 @@ def test_weights_in_fp8_are_joined_too(family: str, tmp_path_factory: pytest.Tem
     """Rounding differs where queries, keys and values differ by a bit, so models are compared as a whole."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} if family != "phi3" else {}
     loaded = load(family, tmp_path_factory.getbasetemp(), seed=7, **sizes)
-    for layer in list(loaded.attention.layer_of):
-        block: Any = layer
-        for name, linear in list(block.named_children()):
-            if isinstance(linear, nn.Linear):
-                setattr(block, name, in_fp8(linear))
-    for module in list(loaded.model.modules()):
-        if type(module).__name__.endswith("MLP"):
-            for name, linear in list(module.named_children()):
-                if isinstance(linear, nn.Linear):
-                    setattr(module, name, in_fp8(linear))
+    make_fp8(loaded, in_fp8)
+    assert error_of_layers(loaded) < 0.05
+
+
+def test_weights_in_fp8_with_scales_of_blocks_are_joined_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 144, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    folder = tmp_path_factory.getbasetemp()
+    loaded = load("qwen3", folder, seed=7, **sizes, num_key_value_heads=2, num_hidden_layers=1)
+    make_fp8(loaded, in_blocks)
+    assert error_of_layers(loaded) < 0.05
+    crossing = load("qwen3", folder, seed=7, **{**sizes, "head_dim": 48}, num_key_value_heads=2, num_hidden_layers=1)
+    make_fp8(crossing, in_blocks)
+    with pytest.raises(UnsupportedPattern, match="scales of blocks that cross them"):
+        FusedLayers(crossing)
+
+
+def error_of_layers(loaded: LoadedModel) -> float:
     layers, modules = ModelRunner(with_layers(loaded), 12, SIZE), ModelRunner(loaded, 12, SIZE, "reference")
     batch = step(np.random.default_rng(), [13, 1, 5], [0, 0, 0], [12, 13, 18])
-    got, want = layers.backend.logits(batch), modules.backend.logits(batch)
-    assert verify.median_error(got, want) < 0.05
+    return verify.median_error(layers.backend.logits(batch), modules.backend.logits(batch))
+
+
+def make_fp8(loaded: LoadedModel, convert: Callable[[nn.Linear], nn.Module]) -> None:
+    """Convert the linear modules of attention and of gated layers."""
+    gated = [module for module in loaded.model.modules() if type(module).__name__.endswith("MLP")]
+    for block in [*loaded.attention.layer_of, *gated]:
+        for name, linear in list(block.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(block, name, convert(linear))
 
 
 def in_fp8(linear: nn.Linear) -> Fp8Linear:
     scales = linear.weight.detach().abs().amax(1) / 448
     return Fp8Linear((linear.weight.detach() / scales[:, None]).to(torch.float8_e4m3fn), scales, linear.bias)
+
+
+def in_blocks(linear: nn.Linear) -> BlockFp8Linear:
+    weight = linear.weight.detach()
+    blocks = -(-weight.shape[0] // SIDE), -(-weight.shape[1] // SIDE)
+    scales = (0.5 + torch.rand(blocks)) * float(weight.abs().max()) / 200
+    along = scales.repeat_interleave(SIDE, 0)[: weight.shape[0]].repeat_interleave(SIDE, 1)[:, : weight.shape[1]]
+    return BlockFp8Linear((weight / along).to(torch.float8_e4m3fn), scales, linear.bias)
 
 
 @pytest.mark.parametrize(

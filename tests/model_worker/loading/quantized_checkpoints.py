@@ -118,7 +118,11 @@ def _int8(draw: torch.Generator, outputs: int, inputs: int) -> Written:
     return Written({"weight": numbers, "weight_scale": scales}, numbers * scales)
 
 
-def _fp8(kind: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Callable[[torch.Generator, int, int], Written]:
+def _fp8(
+    kind: str, dtype: torch.dtype = torch.float8_e4m3fn, side: int = 32
+) -> Callable[[torch.Generator, int, int], Written]:
+    """Scales are those of the tensor, of outputs (channel), or of blocks of this side."""
+
     def write(draw: torch.Generator, outputs: int, inputs: int) -> Written:
         numbers = (torch.randn(outputs, inputs, generator=draw) * 60).to(dtype)
         if kind == "tensor":
@@ -128,8 +132,8 @@ def _fp8(kind: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Callable[[torch
         if kind == "channel":
             scales = _scales(draw, outputs, 1, dtype=torch.bfloat16) / 16
             return Written({"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float())
-        scales = _scales(draw, -(-outputs // 32), -(-inputs // 32), dtype=torch.float32) / 16
-        along = scales.repeat_interleave(32, 0)[:outputs].repeat_interleave(32, 1)[:, :inputs]
+        scales = _scales(draw, -(-outputs // side), -(-inputs // side), dtype=torch.float32) / 16
+        along = scales.repeat_interleave(side, 0)[:outputs].repeat_interleave(side, 1)[:, :inputs]
         return Written({"weight": numbers, "weight_scale_inv": scales}, numbers.float() * along)
 
     return write
@@ -240,6 +244,8 @@ FORMATS: dict[str, Format] = {
     "nf4, nested": Format(_nf4(nested=True), _BNB),
     "bitsandbytes int8": Format(_scb, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
+# As DeepSeek and Qwen have them; a CPU reads them as it does smaller ones.
+BLOCKS_OF_128 = Format(_fp8("block", side=128), {**_FP8, "weight_block_size": [128, 128]})
 
 
 def quantize_checkpoint(

@@ -1,0 +1,141 @@
+"""Triton kernels of products in FP8 with scales of blocks: they round tokens, group by group, and multiply them.
+
+A weight has a scale for each block of SIDE outputs and SIDE inputs, a token one for each group of SIDE inputs. Knows
+elements only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SIDE = 128
+# Groups of a token that a program rounds.
+_GROUPS = 8
+# Tiles of tokens that are computed beside each other, so that they read the same weights from the cache.
+_TOGETHER = 8
+# For at most so many tokens: tokens and outputs of a tile, warps, and groups that are on their way.
+TILES = ((16, 16, 32, 4, 4), (32, 32, 64, 4, 4), (1 << 31, 64, 128, 4, 3))
+# triton leaves its decorator untyped.
+_jit: Any = triton.jit
+
+
+@_jit
+def round_groups_kernel(
+    codes,
+    scales,
+    x,
+    width,
+    groups,
+    LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
+    SIDE: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Round groups of a row: the largest of each becomes LARGEST. With NaN in it its scale is NaN.
+
+    Programs: row, piece of groups.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+    value = tl.load(x + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+    wrong = tl.sum(value * 0.0, 1)  # NaN for what is not finite
+    scale = tl.maximum(tl.max(tl.abs(value), 1) / LARGEST, LEAST_SCALE) + wrong
+    tl.store(scales + row * groups + group, scale, mask=group < groups)
+    inside = tl.minimum(tl.maximum(value / scale[:, None], -LARGEST), LARGEST)
+    tl.store(codes + row * width + at, inside.to(codes.dtype.element_ty), mask=at < width)
+
+
+@_jit(do_not_specialize=["count"])
+def block_product_kernel(
+    out,
+    a_codes,
+    a_scales,
+    b_codes,
+    b_scales,
+    bias,
+    count,
+    outputs,
+    width,
+    groups,
+    BIASED: tl.constexpr,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Multiply a tile of `count` tokens (a) by one of outputs (b): each group's sum is scaled, and added in float32.
+
+    Programs: tiles of TOGETHER tiles of tokens, one tile of outputs after the other.
+    """
+    row_tiles = tl.cdiv(count, ROWS)
+    column_tiles = tl.cdiv(outputs, COLUMNS)
+    program = tl.program_id(0)
+    band = program // (TOGETHER * column_tiles)
+    within = program % (TOGETHER * column_tiles)
+    high = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
+    row = ((band * TOGETHER + within % high) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (within // high * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    has_row = row < count
+    has_column = column < outputs
+    at = tl.arange(0, SIDE)
+    from_a = a_codes + row[:, None] * width + at[None, :]
+    from_b = b_codes + column[None, :] * width + at[:, None]
+    a_scales += row * groups
+    b_scales += column // SIDE * groups
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for group in range(groups):
+        left = width - group * SIDE
+        a = tl.load(from_a, mask=has_row[:, None] & (at[None, :] < left), other=0.0)
+        b = tl.load(from_b, mask=has_column[None, :] & (at[:, None] < left), other=0.0)
+        a_scale = tl.load(a_scales + group, mask=has_row, other=0.0)
+        b_scale = tl.load(b_scales + group, mask=has_column, other=0.0)
+        total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        from_a += SIDE
+        from_b += SIDE
+    if BIASED:
+        total += tl.load(bias + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    to = out + row[:, None] * outputs + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
+
+
+def round_groups(rows: Tensor, largest: float, least_scale: float) -> tuple[Tensor, Tensor]:
+    """Return rows [T, width], whose elements lie side by side, as e4m3, and scales of their groups, f32[T, groups]."""
+    count, width = rows.shape
+    groups = -(-width // SIDE)
+    codes = torch.empty(count, width, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(count, groups, dtype=torch.float32, device=rows.device)
+    constants = {"LARGEST": largest, "LEAST_SCALE": least_scale, "SIDE": SIDE, "GROUPS": _GROUPS}
+    round_groups_kernel[(count, -(-groups // _GROUPS))](codes, scales, rows, width, groups, **constants)
+    return codes, scales
+
+
+def multiply_blocks(
+    tokens: Tensor, of_tokens: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiply tokens e4m3 [T, in], with scales f32[T, groups], by a weight e4m3 [out, in], with scales
+    f32[blocks of out, groups], and add a bias [out]. Returns [T, out] in `dtype`."""
+    count, width = tokens.shape
+    outputs = len(codes)
+    out = torch.empty(count, outputs, dtype=dtype, device=tokens.device)
+    _, rows, columns, warps, stages = next(tile for tile in TILES if count <= tile[0])
+    sizes = count, outputs, width, scales.shape[1]
+    constants = {"SIDE": SIDE, "ROWS": rows, "COLUMNS": columns, "TOGETHER": _TOGETHER, "BIASED": bias is not None}
+    block_product_kernel[(-(-count // rows) * -(-outputs // columns),)](
+        out,
+        tokens,
+        of_tokens,
+        codes,
+        scales,
+        scales if bias is None else bias,
+        *sizes,
+        **constants,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
