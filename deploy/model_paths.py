@@ -71,7 +71,7 @@ def _find_gguf(settings: Settings) -> Settings | None:
             return None
         check_gguf(found)
     except (ValueError, OSError) as error:
-        raise SettingsError(str(error)) from None
+        raise SettingsError(f"model {settings.model!r} cannot be served: {error}") from None
     if settings.task not in ("auto", "generate"):
         raise SettingsError(
             f"task {settings.task!r}: model {found} is a GGUF file, and these generate text only; use task generate"

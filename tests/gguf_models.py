@@ -29,6 +29,9 @@ _HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "IQ2_XS": (0,),
+    "IQ3_S": (0,),
+    "TQ1_0": (52,),
 }
 
 
@@ -123,10 +126,14 @@ def write_model(
         for name, weight in state.items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
+            # Those of gpt-oss lie the other way round.
+            turned = architecture == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj"))
             for tensor, rows in _parts(name, weight, architecture, config):
-                stored = weight[rows].contiguous().numpy()
-                if stored.ndim > 1 and len(stored) > 1:
-                    weight[rows] = torch.from_numpy(_write_matrix(writer, tensor, stored, kind, random))
+                part = weight[rows].transpose(-1, -2) if turned else weight[rows]
+                stored = part.contiguous().numpy()
+                if stored.ndim > 1 and len(stored) > 1 and not tensor.endswith(".bias"):
+                    meant = torch.from_numpy(_write_matrix(writer, tensor, stored, kind, random))
+                    weight[rows] = meant.transpose(-1, -2) if turned else meant
                 elif architecture.startswith("gemma"):
                     writer.add_tensor(tensor, stored + 1)
                 else:
@@ -200,6 +207,17 @@ def _parts(name: str, weight: torch.Tensor, architecture: str, config: Any) -> l
     """The tensors of a weight, and the part of it that each has, in the order of the file."""
     known = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
+        layer, last = name.split(".")[2], name.rpartition(".")[2]
+        halves = {"gate": (..., slice(0, None, 2)), "up": (..., slice(1, None, 2))}
+        of_experts: dict[str, list[tuple[str, Any]]] = {
+            "gate_up_proj": [(f"ffn_{half}_exps.weight", rows) for half, rows in halves.items()],
+            "gate_up_proj_bias": [(f"ffn_{half}_exps.bias", rows) for half, rows in halves.items()],
+            "down_proj": [("ffn_down_exps.weight", ...)],
+            "down_proj_bias": [("ffn_down_exps.bias", ...)],
+            "sinks": [("attn_sinks.weight", ...)],
+        }
+        return [(f"blk.{layer}.{tensor}", rows) for tensor, rows in of_experts[last]]
     if name.endswith("experts.gate_up_proj"):
         half = weight.shape[1] // 2
         base = name.removesuffix("gate_up_proj")

@@ -27,8 +27,18 @@ def decode(kind: BlockType, rows: Blocks) -> Values:
     with np.errstate(over="ignore", invalid="ignore"):
         if has_codes(kind):
             return codes_of(kind, rows).weight
+        if kind.name not in _DECODERS:
+            return _by_package(kind, rows)
         blocks = np.ascontiguousarray(rows).reshape(-1, kind.num_bytes)
         return _DECODERS[kind.name](blocks).reshape(len(rows), -1)
+
+
+def _by_package(kind: BlockType, rows: Blocks) -> Values:
+    """Decode rows of PACKAGE_TYPES by the format's own package, which is of the extra gguf."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    values: Values = dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind.name])
+    return values.reshape(len(rows), -1)
 
 
 def _float32(blocks: Blocks) -> Values:

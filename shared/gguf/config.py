@@ -177,6 +177,16 @@ def _qwen3moe(metadata: _Metadata) -> Values:
     return {**values, "intermediate_size": inner, "norm_topk_prob": True, "use_sliding_window": False}
 
 
+def _gpt_oss(metadata: _Metadata) -> Values:
+    values = _sparse(metadata, "gpt_oss", "GptOssForCausalLM", "expert_feed_forward_length")
+    inner = values.pop("moe_intermediate_size")
+    values["num_local_experts"] = values.pop("num_experts")
+    # Every second layer sees the whole context, beginning with the second. The bounds of YaRN are not rounded.
+    rope = {**values["rope_parameters"], "truncate": False}
+    window = metadata.size("attention.sliding_window")
+    return {**values, "rope_parameters": rope, "intermediate_size": inner, "sliding_window": window}
+
+
 def _phi3(metadata: _Metadata) -> Values:
     values = _without_head_dim(metadata, _dense(metadata, "phi3", "Phi3ForCausalLM"))
     _expect(metadata.file, "blk.0.ffn_up.weight", (2 * values["intermediate_size"], values["hidden_size"]))
@@ -324,4 +334,5 @@ _CONFIGS: dict[str, Callable[[_Metadata], Values]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
 }

@@ -35,7 +35,7 @@ class BlockType(NamedTuple):
         return inputs // self.inputs * self.num_bytes
 
 
-# The types that can be decoded, by their number in the file.
+# The types that are decoded here, by their number in the file.
 TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -55,26 +55,22 @@ TYPES = {
     39: BlockType("MXFP4", 32, 17),
 }
 
-# The names of the others.
-OTHER_TYPES = {
-    9: "Q8_1",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
+# Those that the package `gguf` decodes where it is installed: too rare, or of too few bits, for a decoder of our own.
+PACKAGE_TYPES = {
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    29: BlockType("IQ1_M", 256, 56),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    40: BlockType("NVFP4", 64, 36),
 }
+
+# The names of the others.
+OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 
 # Numbers of metadata types, and numpy's types of those with a fixed size.
 STRING = 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from shared.gguf.format import (
     MOST_DIMENSIONS,
     NUMBERS,
     OTHER_TYPES,
+    PACKAGE_TYPES,
     STRING,
     TYPES,
     VERSIONS,
@@ -169,16 +171,29 @@ class _Parser:
         sizes = [self._u64(f"dimension {i} of {name}") for i in range(dimensions)]
         number_of_type = self._u32(f"the type of {name}")
         offset = self._u64(f"the offset of {name}")
-        kind = TYPES.get(number_of_type)
-        if kind is None:
-            stated = OTHER_TYPES.get(number_of_type, f"{number_of_type}, which is unknown")
-            known = ", ".join(known.name for known in TYPES.values())
-            raise GgufError(f"{self._path}: the type of tensor {name} is {stated}; use a file with these: {known}")
+        kind = self._kind(name, number_of_type)
         if min(sizes) < 1 or sizes[0] % kind.inputs:
             raise damaged(
                 self._path, f"tensor {name} has the dimensions {sizes}, and {kind.name} takes rows of {kind.inputs}"
             )
         return name, kind, tuple(reversed(sizes)), offset
+
+    def _kind(self, name: str, number: int) -> BlockType:
+        """Return the type of a tensor's blocks. GgufError for one that is not decoded here and now."""
+        kind = TYPES.get(number)
+        if kind is not None:
+            return kind
+        rare = PACKAGE_TYPES.get(number)
+        if rare is None:
+            stated = OTHER_TYPES.get(number, f"{number}, which is unknown")
+            known = ", ".join(known.name for known in TYPES.values())
+            raise GgufError(f"{self._path}: the type of tensor {name} is {stated}; use a file with these: {known}")
+        if find_spec("gguf") is None:
+            raise GgufError(
+                f"{self._path}: the type of tensor {name} is {rare.name}, which the package gguf decodes: "
+                "pip install 'tokenyard[gguf]', or use a file of more bits"
+            )
+        return rare
 
     def _tensors(self, entries: list[tuple[str, BlockType, tuple[int, ...], int]], alignment: int) -> list[TensorEntry]:
         found = []

@@ -30,6 +30,9 @@ _ENDING = frozenset(
         "</s>",
     ]
 )
+# Those of gpt-oss, in whose answers <|end|> ends one message of several.
+_HARMONY = frozenset(["<|return|>", "<|call|>"])
+_HARMONY_MESSAGE = "<|end|>"
 
 
 def token_id(file: GgufFile, name: str) -> int | None:
@@ -65,5 +68,9 @@ def end_tokens(file: GgufFile) -> list[int]:
     """Return the ids of the tokens that end an answer, the main one first."""
     named = [token_id(file, name) for name in ("eos", "eot", "eom")]
     kinds = kinds_of(file)
-    known = [i for i, text in enumerate(tokens_of(file)) if text in _ENDING and kinds[i] in (CONTROL, USER_DEFINED)]
+    ending = _ENDING
+    if _HARMONY.issubset(tokens_of(file)):
+        ending = (_ENDING | _HARMONY) - {_HARMONY_MESSAGE}
+        named = [token for token in named if token is None or tokens_of(file)[token] != _HARMONY_MESSAGE]
+    known = [i for i, text in enumerate(tokens_of(file)) if text in ending and kinds[i] in (CONTROL, USER_DEFINED)]
     return list(dict.fromkeys(token for token in [*named, *known] if token is not None))

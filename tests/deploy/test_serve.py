@@ -102,7 +102,7 @@ def test_a_gguf_file_is_served_under_the_name_that_was_given(tmp_path: Path, mon
     with pytest.raises(SettingsError, match="these generate text only"):
         resolve_model(Settings(model=str(file), task="embed"))
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(SettingsError, match=r"tiny-Q8_0\.gguf: .*the file is damaged"):
+    with pytest.raises(SettingsError, match=r"cannot be served: .*tiny-Q8_0\.gguf: .*the file is damaged"):
         resolve_model(Settings(model=str(file)))
 
 

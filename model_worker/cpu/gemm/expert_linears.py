@@ -24,8 +24,9 @@ _ONE_BY_ONE = "eager"
 class ExpertMatrix:
     """Stands for the matrix of an expert where it is multiplied: x @ matrix, x @ matrix.T and linear(x, matrix)."""
 
-    def __init__(self, linears: Sequence[nn.Module]) -> None:
+    def __init__(self, linears: Sequence[nn.Module], takes_turns: bool) -> None:
         self._linears = linears
+        self._takes_turns = takes_turns
 
     @property
     def T(self) -> ExpertMatrix:
@@ -41,22 +42,28 @@ class ExpertMatrix:
         return NotImplemented
 
     def _multiply(self, x: Tensor) -> Tensor:
-        outputs = [linear(x) for linear in self._linears]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        outputs: list[Tensor] = [linear(x) for linear in self._linears]
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.stack(outputs, -1).flatten(-2) if self._takes_turns else torch.cat(outputs, dim=-1)
 
 
 class ExpertLinears(nn.Module):
-    """A projection of all experts. The outputs of an expert are those of its linear layers, one behind the other."""
+    """A projection of all experts. The outputs of an expert are those of its linear layers, one behind the other, or
+    by turns."""
 
-    def __init__(self, experts: Sequence[Sequence[nn.Module]], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, experts: Sequence[Sequence[nn.Module]], shape: tuple[int, ...], takes_turns: bool = False
+    ) -> None:
         """`shape` is that of the tensor in whose place it is."""
         super().__init__()
+        self._takes_turns = takes_turns
         self.experts = nn.ModuleList(nn.ModuleList(linears) for linears in experts)
         self.shape = torch.Size(shape)
 
     def __getitem__(self, expert: int | Tensor) -> ExpertMatrix:
         linears: Any = self.experts[int(expert)]
-        return ExpertMatrix(list(linears))
+        return ExpertMatrix(list(linears), self._takes_turns)
 
 
 def keep_experts(model: nn.Module, name: str, weight: EncodedWeight, dtype: torch.dtype) -> None:
@@ -65,7 +72,7 @@ def keep_experts(model: nn.Module, name: str, weight: EncodedWeight, dtype: torc
     module: Any = model.get_submodule(owner)
     linears = [[EncodedLinear(part, None, dtype) for part in expert] for expert in weight.experts]
     delattr(module, projection)
-    setattr(module, projection, ExpertLinears(linears, weight.shape))
+    setattr(module, projection, ExpertLinears(linears, weight.shape, weight.takes_turns))
     # The others multiply with the tensor as a whole.
     if hasattr(module, "config"):
         module.config._experts_implementation = _ONE_BY_ONE

@@ -49,13 +49,30 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GPT_OSS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.router": "ffn_gate_inp",
+}
+# The weights of gpt-oss that are named by themselves: their tensors.
+_OF_GPT_OSS = {
+    "self_attn.sinks": ("attn_sinks.weight",),
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+}
 _EXPERTS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
+
+
+_OF_ARCHITECTURES = {"gemma2": _FOUR_NORMS, "gemma3": _FOUR_NORMS, "gpt-oss": _GPT_OSS}
 
 
 class Change(Enum):
     """What must be done with a tensor to get the weight."""
 
     NOTHING = "nothing"
+    EXPERTS = "experts"  # matrices of experts lie the other way round, and outputs of two tensors take turns
+    TAKE_TURNS = "take turns"  # the outputs of two vectors for each expert do, too
     JOIN = "join"  # the outputs of each expert's second tensor come behind those of its first
     LESS_ONE = "less one"  # the file has the norm's weight plus one
     REORDER_QUERY = "reorder query"  # the rows of each head are in the order of llama.cpp's rotation
@@ -79,11 +96,16 @@ def source_of(architecture: str, name: str) -> Source | None:
     if found is None:
         return None
     layer, inner = found.groups()
+    if architecture == "gpt-oss" and inner in _OF_GPT_OSS:
+        names = tuple(f"blk.{layer}.{tensor}" for tensor in _OF_GPT_OSS[inner])
+        if inner.startswith("mlp.experts"):
+            return Source(names, Change.TAKE_TURNS if inner.endswith("bias") else Change.EXPERTS)
+        return Source(names)
     if inner in _EXPERTS:
         names = tuple(f"blk.{layer}.{tensor}.weight" for tensor in _EXPERTS[inner])
         return Source(names, Change.JOIN if len(names) > 1 else Change.NOTHING)
     module, _, kind = inner.rpartition(".")
-    modules = {**_INNER, **_FOUR_NORMS} if architecture in ("gemma2", "gemma3") else _INNER
+    modules = {**_INNER, **_OF_ARCHITECTURES.get(architecture, {})}
     if module not in modules:
         return None
     change = norm

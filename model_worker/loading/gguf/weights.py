@@ -68,9 +68,30 @@ class GgufWeight(EncodedWeight):
         return GgufWeight(self.matrix.part(number * outputs, (number + 1) * outputs))
 
 
+class TurningExperts(EncodedWeight):
+    """The weights [experts, in, out] of gpt-oss: of a tensor [experts, out, in], or of two whose outputs take turns."""
+
+    def __init__(self, tensors: list[GgufWeight]) -> None:
+        self._tensors = tensors
+        experts, outputs, inputs = tensors[0].shape
+        self.shape = (experts, inputs, outputs * len(tensors))
+
+    def rows(self, first: int, last: int) -> Tensor:
+        by_turns = torch.stack([tensor.rows(first, last) for tensor in self._tensors], 2)
+        return by_turns.flatten(1, 2).transpose(1, 2)
+
+    @property
+    def experts(self) -> list[list[GgufWeight]]:
+        return [[tensor.of_expert(number) for tensor in self._tensors] for number in range(self.shape[0])]
+
+    @property
+    def takes_turns(self) -> bool:
+        return len(self._tensors) > 1
+
+
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A weight that is no matrix, such as a norm's or a bias, of this shape."""
+    """A weight that is not kept in blocks, such as a norm's or a bias, of this shape."""
 
     values: NDArray[np.float32]
     shape: tuple[int, ...]
@@ -84,7 +105,11 @@ def read_weight(
 ) -> EncodedWeight | Vector:
     """Return the weight of this shape. GgufError for a tensor that is missing or has another shape."""
     tensors = [file.tensor(name) for name in source.names]
-    wanted = (shape[0], shape[1] // len(tensors), *shape[2:]) if source.change == Change.JOIN else shape
+    wanted = shape
+    if source.change in (Change.JOIN, Change.TAKE_TURNS):
+        wanted = (shape[0], shape[1] // len(tensors), *shape[2:])
+    elif source.change == Change.EXPERTS:
+        wanted = (shape[0], shape[2] // len(tensors), shape[1])
     for tensor in tensors:
         # One row of a matrix may be stored as a vector.
         if tensor.shape != wanted and (1, *tensor.shape) != wanted:
@@ -99,7 +124,11 @@ def read_weight(
         if order is not None:
             values = values[order]
         return Vector(values - 1 if source.change == Change.LESS_ONE else values, shape)
+    if source.change == Change.TAKE_TURNS:
+        return Vector(np.stack([tensor.values() for tensor in tensors], 2).reshape(shape), shape)
     weights = [GgufWeight(tensor.matrix, wanted) for tensor in tensors]
+    if source.change == Change.EXPERTS:
+        return TurningExperts(weights)
     if source.change == Change.JOIN:
         each = [[weight.of_expert(number) for weight in weights] for number in range(shape[0])]
         return JoinedExperts(each)

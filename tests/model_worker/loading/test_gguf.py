@@ -90,6 +90,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"attention.sliding_window": 7, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
+    "gpt_oss": (
+        "gpt-oss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 15e4,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+        {
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "attention.sliding_window": 9,
+            "rope.freq_base": 15e4,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 12}, {"attention.sliding_window": 12, "rope.dimension_count": 16}),
 }
 
@@ -135,7 +163,8 @@ def test_a_llama_with_biases_of_queries_keys_and_values_alone(tmp_path: Path) ->
     torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in TYPES.values()])
+# The last ones are decoded by the format's own package.
+@pytest.mark.parametrize("kind", [*(kind.name for kind in TYPES.values()), "IQ2_XS", "IQ3_S", "TQ1_0"])
 def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     reference = written(path, "llama", kind, hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
@@ -232,6 +261,26 @@ def test_experts_keep_their_codes(tmp_path: Path) -> None:
         assert torch.equal(whole, meant.gate_up_proj[number])
         assert torch.equal(down.rows(torch.arange(256)), meant.down_proj[number])
     assert loaded.parameter_count == sum(p.numel() for p in reference.parameters())
+    error = logits(loaded.model).float() - logits(reference)
+    # A router may choose another expert, since it computes in bfloat16.
+    assert error.norm() < 0.1 * logits(reference).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_experts_whose_outputs_take_turns_keep_their_codes(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    reference = written(path, "gpt_oss", "MXFP4", num_hidden_layers=1)
+    loaded = load(path, "bfloat16", kernels=True)
+    experts = loaded.model.model.layers[0].mlp.experts
+    meant = reference.model.layers[0].mlp.experts
+    for number in range(4):
+        gate, up = experts.gate_up_proj.experts[number]
+        (down,) = experts.down_proj.experts[number]
+        assert {type(linear) for linear in (gate, up, down)} == {CodedLinear}
+        whole = torch.stack([linear.rows(torch.arange(96)) for linear in (gate, up)], 1).flatten(0, 1)
+        assert torch.equal(whole, meant.gate_up_proj[number].T)
+        assert torch.equal(down.rows(torch.arange(64)), meant.down_proj[number].T)
     error = logits(loaded.model).float() - logits(reference)
     # A router may choose another expert, since it computes in bfloat16.
     assert error.norm() < 0.1 * logits(reference).norm()

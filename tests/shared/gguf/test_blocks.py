@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from shared.gguf.blocks import decode
 from shared.gguf.file import Matrix
-from shared.gguf.format import TYPES
+from shared.gguf.format import PACKAGE_TYPES, TYPES
 
 INPUTS = 512
 
@@ -43,7 +43,7 @@ def compare(number: int, rows: np.ndarray) -> None:
 
 
 def test_sizes_are_those_of_the_package() -> None:
-    for number, kind in TYPES.items():
+    for number, kind in (TYPES | PACKAGE_TYPES).items():
         named = GGMLQuantizationType(number)
         assert (kind.name, kind.inputs, kind.num_bytes) == (named.name, *gguf.GGML_QUANT_SIZES[named])
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.gguf import header
 from shared.gguf.check import check_gguf
 from shared.gguf.format import GgufError
 from tests.gguf_models import plain_tokens, random_model, write_model
@@ -117,10 +118,14 @@ def test_offsets(whole: bytes, tmp_path: Path) -> None:
         assert "where it can begin" in complaint(replaced(whole, place, "<Q", offset), path)
 
 
-def test_types(whole: bytes, tmp_path: Path) -> None:
+def test_types(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.gguf"
     place = entry(whole, "blk.0.ffn_up.weight") + 20
-    assert "is IQ2_XXS" in complaint(replaced(whole, place, "<I", 16), path)
+    assert "is I64" in complaint(replaced(whole, place, "<I", 27), path)
+    monkeypatch.setattr(header, "find_spec", lambda _: None)
+    assert "is IQ2_XXS, which the package gguf decodes: pip install" in complaint(
+        replaced(whole, place, "<I", 16), path
+    )
     assert "is 4711, which is unknown" in complaint(replaced(whole, place, "<I", 4711), path)
     assert "the type of general.architecture is 77" in complaint(
         replaced(whole, value(whole, "general.architecture") - 4, "<I", 77), path
