@@ -183,7 +183,11 @@ def median_error(got: Tensor, want: Tensor) -> float:
 
 
 def _row_errors(got: Tensor, want: Tensor) -> Tensor:
-    """Return |got - want| / |want| of each row. A row at a time: logits of many rows are much memory."""
-    rows = zip(got, want, strict=True)
-    errors = [(one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-6) for one, other in rows]
+    """Return |got - want| / |want| of each row, by one tensor of a row's size: logits of many rows are much memory."""
+    difference = torch.empty(got.shape[-1], dtype=torch.float32, device=got.device)
+    errors = []
+    for one, other in zip(got, want, strict=True):
+        torch.sub(one, other, out=difference)
+        size = torch.linalg.vector_norm(other, dtype=torch.float32).clamp_min(1e-6)
+        errors.append(difference.norm() / size)
     return torch.stack(errors)
