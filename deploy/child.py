@@ -47,6 +47,9 @@ class ChildSpec:
 
     Children of one `group` work together, and none can without the others: when one dies, the supervisor ends the
     others and starts all of them again. Empty: the child stands alone. ValueError for a rolling child of a group.
+
+    The others do their work without a child that is not `vital`: the supervisor does not wait for it, nor give up
+    because it cannot be kept alive.
     """
 
     name: str
@@ -66,6 +69,7 @@ class ChildSpec:
     # The model that it serves, where a server has several: the supervisor gives up when all of a role and model are
     # hopeless.
     model: str = ""
+    vital: bool = True
 
     def __post_init__(self) -> None:
         if self.group and self.rolling:

@@ -237,7 +237,11 @@ def child_specs(settings: Settings, directory: RunDirectory, *listeners: int) ->
         if device == "cpu" and name in background:
             return ("--device", device, "--background")
         workers = len(served) * devices.count(device) if device.startswith("cuda") else sharers
-        return ("--device", device, *(("--models", str(workers)) if workers > 1 else ()))
+        shared = ("--models", str(workers)) if workers > 1 else ()
+        return ("--device", device, *shared, *(("--keeper",) if is_kept(device) else ()))
+
+    def is_kept(device: str) -> bool:
+        return settings.weight_keeper and device.startswith("cuda")
 
     def environment(name: str, device: str) -> dict[str, str]:
         if device != "cpu" or name in background:
@@ -256,6 +260,12 @@ def child_specs(settings: Settings, directory: RunDirectory, *listeners: int) ->
                 model=name,
             )
             for name, _, place in served
+        ),
+        *(
+            keeper_spec(f"{name}{index}", place, index, device, common)
+            for name, _, place in served
+            for index, device in enumerate(devices)
+            if is_kept(device)
         ),
         *(
             spec
@@ -310,6 +320,20 @@ def worker_specs(worker: ChildSpec, ranks: int) -> list[ChildSpec]:
         for rank in range(1, ranks)
     )
     return [first, *others]
+
+
+def keeper_spec(name: str, directory: RunDirectory, index: int, device: str, env: Mapping[str, str]) -> ChildSpec:
+    """Return the process that keeps the weights of a worker on a GPU."""
+    where = ("--index", str(index), "--device", device)
+    return ChildSpec(
+        f"weight_keeper:{name}",
+        command(f"model_worker.keeper:{index}", directory, *where),
+        env,
+        device,
+        stop_seconds=_SECONDS_TO_STOP,
+        stack_file=str(directory.stack_file(f"weight_keeper:{index}")),
+        vital=False,
+    )
 
 
 def worker_hang_seconds(settings: Settings) -> float:

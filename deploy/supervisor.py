@@ -116,6 +116,7 @@ class Supervisor:
             try:
                 slot.child = child = Child(slot.spec, slot.epoch)
             except OSError as error:
+                slot.record_death(None, time.monotonic())
                 self._lose(slot, f"{slot.spec.title} cannot be started: {error}", _GAVE_UP)
                 return
             handlers = (self._on_exit, self._on_events, self._on_output)
@@ -192,7 +193,7 @@ class Supervisor:
                 self._on_fork_death(slot, child, int(event["pid"]), int(event["status"]))
                 return
         self._observer.event(slot.spec, event)
-        if not self._all_ready and all(s.serves for s in self._slots):
+        if not self._all_ready and all(s.serves for s in self._slots if s.spec.vital):
             self._all_ready = True
             self._observer.all_ready()
 
@@ -204,8 +205,8 @@ class Supervisor:
             self._lose(slot, reason, _WRONG_SETTING)
 
     def _lose(self, slot: Slot, reason: str, status: int) -> None:
-        """Give up a child that will never serve. One that is not wanted is no loss: another one does its work."""
-        if slot.wanted:
+        """Give up a child that will never serve. One that is not wanted, or not vital, is no loss."""
+        if slot.wanted and slot.spec.vital:
             self._give_up(reason, status)
         else:
             self._observer.say("ERROR", reason)
@@ -261,7 +262,7 @@ class Supervisor:
         story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
         same = (slot.spec.role, slot.spec.model)
         of_role = (other for other in self._slots if (other.spec.role, other.spec.model) == same and other.wanted)
-        if self._exit_status is None and all(other.hopeless for other in of_role):
+        if self._exit_status is None and slot.spec.vital and all(other.hopeless for other in of_role):
             self._give_up(
                 f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help", _GAVE_UP
             )

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
     from model_worker.execution.base import DeviceStep, WorkerIdentity
+    from model_worker.keeper.kept_weights import KeptWeights
     from model_worker.kv_spill.mover import KvMover
     from model_worker.kv_spill.shipper import KvShipper
     from model_worker.loading.draft import Guesser
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=1, help="number of workers that share the device")
     parser.add_argument("--background", action="store_true", help="leave the cores to other workers that want them")
     parser.add_argument("--rank", type=int, default=0, help="which rank of a group this is (tensor_parallel)")
+    parser.add_argument("--keeper", action="store_true", help="a keeper has the weights, or is to have them")
     parser.add_argument("--connect", default="", help="tcp endpoint of a scheduler on another machine")
     arguments = parser.parse_args()
     run_directory = RunDirectory(arguments.run_dir)
@@ -89,6 +91,7 @@ def main() -> None:
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     place = settings, run_directory.path, arguments.index, epoch
     own_device = devices_of_ranks(arguments.device, settings.tensor_parallel)[arguments.rank]
+    kept = _kept_weights(run_directory, arguments.index, arguments.device) if arguments.keeper else None
     try:
         if arguments.rank:
             from model_worker.tensor_parallel.start import Rank
@@ -104,9 +107,8 @@ def main() -> None:
         else:
             file = None if arguments.connect else run_directory.weights_file
             group = _group(*place, own_device) if settings.tensor_parallel > 1 else None
-            built = build(
-                settings, arguments.index, arguments.device, epoch, arguments.models, file, group, not arguments.connect
-            )
+            what = settings, arguments.index, arguments.device, epoch, arguments.models
+            built = build(*what, file, group, not arguments.connect, kept)
             engine, hello, compilation, weights = built
             beside = engine.encoding, engine.adapters, weights
             speaking, hello, clips = with_codec(
@@ -124,7 +126,7 @@ def main() -> None:
         log.error("this worker ends: %s", lost)
         sys.exit(1)
     except RuntimeError as error:
-        phases.fatal(*_no_memory(own_device, error))
+        phases.fatal(*_no_memory(own_device, error, 0 if kept is None else kept.size))
         sys.exit(CANNOT_WORK)
     worker()
 
@@ -134,6 +136,15 @@ def _yield_cores() -> None:
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
+
+
+def _kept_weights(run_directory: RunDirectory, index: int, device: str) -> KeptWeights:
+    """Return what a keeper has of this worker's weights, which may be nothing."""
+    from model_worker.keeper import cuda_pieces
+    from model_worker.keeper.kept_weights import KeptWeights
+
+    number = int(device.partition(":")[2] or 0)
+    return KeptWeights(run_directory.keeper_socket(index), lambda: cuda_pieces.CudaPieces(number))
 
 
 def _group(settings: Settings, folder: Path, index: int, epoch: int, device: str) -> Group:
@@ -166,12 +177,13 @@ def build(
     weights_file: Path | None = None,
     group: Group | None = None,
     local: bool = True,
+    kept: KeptWeights | None = None,
 ) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None, WeightsCommands | None]:
     """Load the model and make room for its KV cache. ValueError says why this model cannot be served here.
 
     Where compiled kernels are missing, their compilation has begun. The workers of so many `models` share the device.
     The file names the version of the weights that is served, if that is not the model's own. In a `group` this is its
-    first rank. `local`: the scheduler is on this machine.
+    first rank. `local`: the scheduler is on this machine. `kept` is what a keeper has of the weights, if there is one.
     """
     import torch
 
@@ -190,7 +202,7 @@ def build(
     phases.phase("load weights")
     version = served_version(weights_file, settings.model)
     if group is None:
-        loaded = load_version(settings, device, kernel_cache.are_compiled, phases.tensors, version)
+        loaded = load_version(settings, device, kernel_cache.are_compiled, phases.tensors, version, kept)
     else:
         loaded = group.load(phases.tensors)
     if loaded.clip_tokens:
@@ -260,20 +272,24 @@ def _kv_memory(settings: Settings, loaded: LoadedModel, workers: int, group: Gro
     if wanted is not None or loaded.device.type != "cuda" or loaded.clip_tokens:
         return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
     limits = step_tokens(settings.max_batch_tokens, settings.devices), settings.max_running, settings.max_model_len
-    plan = gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits)
+    held = 0 if loaded.kept is None else loaded.kept.size
+    plan = gpu_kv_memory(loaded, CudaMemory(loaded.device, held), workers, *limits)
     log.info("%s is served by %s", loaded.architecture, plan)
     return plan.kv_cache
 
 
-def _no_memory(device: str, error: RuntimeError) -> tuple[str, bool]:
-    """Say why a worker cannot start for want of a GPU's memory, and whether that may pass. Raises other errors."""
+def _no_memory(device: str, error: RuntimeError, kept: int) -> tuple[str, bool]:
+    """Say why a worker cannot start for want of a GPU's memory, and whether that may pass. Raises other errors.
+
+    `kept` are the bytes of its weights that a keeper has.
+    """
     import torch
 
     from model_worker.cuda.memory import CudaMemory, explain_no_memory, is_for_want_of_memory
 
     if not is_for_want_of_memory(error):
         raise error
-    return explain_no_memory(CudaMemory(torch.device(device)), error)
+    return explain_no_memory(CudaMemory(torch.device(device), kept), error)
 
 
 def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRunner, capacity: Capacity) -> WorkerHello:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_worker.adapters.fitting import Adapter
 from model_worker.batch import DeferredTokens, ForwardBatch
+from model_worker.keeper.kept_weights import KeptWeights
 from model_worker.kv_cache import AttentionParams, KVCache, KVLayout
 from model_worker.vision.encoder import Encoder
 
@@ -112,6 +113,7 @@ class LoadedModel:
     encoder: Encoder | None = None  # of images; None for a model that takes none
     clip_tokens: int = 0  # tokens at the start of each sequence that stand for a clip of speech; 0: there is none
     row_invariant: bool = False  # whether in the stack a token's bits depend on nothing else in its pass
+    kept: KeptWeights | None = None  # what a keeper has of the weights, on a GPU
 
     @property
     def embedding(self) -> nn.Module:

@@ -54,6 +54,10 @@ class RunDirectory:
         """The endpoint for workers, bound by the scheduler."""
         return f"ipc://{self.path}/workers.sock"
 
+    def keeper_socket(self, index: int) -> Path:
+        """The socket of the keeper of a worker's weights. No longer than those above, for fewer than 1000 workers."""
+        return self.path / f"keep{index}.sock"
+
     def of_further_model(self, index: int) -> RunDirectory:
         """The run directory of the scheduler and the workers of a further model, counted from 0."""
         return RunDirectory(self.path / f"also{index}")

@@ -47,6 +47,7 @@ _ALONE: Mapping[str, Collection[object]] = {
     "weights_dirs": ("",),
     "task": ("auto", "generate"),
     "kv_spill": ("0",),
+    "weight_keeper": (False,),
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -238,6 +238,12 @@ class Settings:
         "tokens to guess ahead of each sequence; a pass verifies all of them, and no answer changes; auto: as many as "
         "save time, by what the worker learns; N: always up to so many; 0: none",
     )
+    weight_keeper: bool = _setting(
+        "behaviour",
+        False,
+        "let a process beside each GPU's worker own the memory of its weights, so that the worker after a killed one "
+        "reads no files (docs/gpu.md); it has not run on a GPU yet",
+    )
     draft: str = _setting(
         "behaviour",
         "text,suffix",
@@ -358,6 +364,8 @@ class Settings:
         check(
             are_devices(self.devices), "devices", self.devices, "auto, none, or a list of cpu, cuda:N and cuda:N+cuda:M"
         )
+        kept = self.weight_keeper and "cpu" in self.devices
+        check(not kept, "weight_keeper", True, "used with GPUs alone: the weights of a CPU's worker are not kept")
         check_group(self.tensor_parallel, dataclasses.asdict(self))
         alone = self.devices == "none" and (not endpoint or bool(self.also))
         check(not alone, "devices", "none", "used with worker_endpoint, and without also: no worker is here then")

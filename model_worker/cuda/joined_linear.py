@@ -51,8 +51,22 @@ class JoinedLinear:
         return weight.as_strided((self._outputs, weight.shape[1]), (weight.shape[1], 1))
 
 
+def _lie_together(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether parameters are one after the other already, as in the memory of a keeper (keeper/)."""
+    first = parameters[0]
+    place = first.storage_offset()
+    for parameter in parameters:
+        elsewhere = parameter.untyped_storage()._cdata != first.untyped_storage()._cdata
+        if elsewhere or parameter.storage_offset() != place or not parameter.is_contiguous():
+            return False
+        place += parameter.numel()
+    return True
+
+
 def _lay_together(parameters: Sequence[nn.Parameter], outputs: int) -> None:
     """Put parameters one after the other, along the dimension of outputs."""
+    if _lie_together(parameters):
+        return
     with torch.no_grad():
         whole = torch.cat([parameter.detach() for parameter in parameters], outputs)
     for parameter, part in zip(

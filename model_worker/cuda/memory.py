@@ -31,7 +31,7 @@ class DeviceMemory(Protocol):
 
     @property
     def reserved(self) -> int:
-        """What this process' allocator holds, tensors and what it keeps for later ones."""
+        """What this process' allocator holds, tensors and what it keeps for later ones, and kept weights."""
         ...
 
     @property
@@ -45,10 +45,12 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """DeviceMemory of a CUDA device, as torch knows it."""
+    """DeviceMemory of a CUDA device, as torch knows it, and what this process uses of a keeper's memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kept: int = 0) -> None:
+        """`kept` are the bytes of weights that a keeper has (keeper/), of which torch's allocator knows nothing."""
         self._device = device
+        self._kept = kept
 
     @property
     def total(self) -> int:
@@ -60,16 +62,16 @@ class CudaMemory:
 
     @property
     def reserved(self) -> int:
-        return int(torch.cuda.memory_reserved(self._device))
+        return int(torch.cuda.memory_reserved(self._device)) + self._kept
 
     @property
     def allocated(self) -> int:
-        return int(torch.cuda.memory_allocated(self._device))
+        return int(torch.cuda.memory_allocated(self._device)) + self._kept
 
     def peak_of(self, work: Callable[[], None]) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        before = self.allocated
+        before = int(torch.cuda.memory_allocated(self._device))
         work()
         torch.cuda.synchronize(self._device)
         peak = int(torch.cuda.max_memory_allocated(self._device)) - before

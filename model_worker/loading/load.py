@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_worker.hearing.encoder import hears
 from model_worker.loading.checkpoint import (
@@ -24,6 +24,7 @@ from model_worker.loading.checkpoint import (
 )
 from model_worker.loading.composite import take_apart
 from model_worker.loading.gguf.load import gguf_config, load_gguf
+from model_worker.loading.kept import Keeping
 from model_worker.loading.prepare import prepare
 from model_worker.loading.rope import pin_rope
 from model_worker.loading.speech import computed_dtype, prepare_speech, refuse_options
@@ -45,6 +46,7 @@ def load_model(
     vision: bool = True,
     kv_dtype: str = "auto",
     overlays: Sequence[Path] = (),
+    keeping: Keeping | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name, or a GGUF file.
 
@@ -53,7 +55,8 @@ def load_model(
     int8 quantizes the weights of linear layers, per output, and verifies the model against itself with these weights.
     `has_kernels` says for the weights' dtype whether the kernels of a CPU are compiled. Without `vision` a model that
     takes images serves text alone. `kv_dtype` is auto (K and V have the weights' dtype), int8 or fp8. The tensors in
-    the files of `overlays` take the place of the checkpoint's own.
+    the files of `overlays` take the place of the checkpoint's own. Weights that `keeping` has are not read, and others
+    are given to it when the model is finished; not those of recognisers and GGUF files.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
@@ -76,7 +79,10 @@ def load_model(
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
-        if gguf is None:
+        found = None if keeping is None else keeping.model(config, architecture)
+        if found is not None:
+            model = found
+        elif gguf is None:
             model = load_weights(source, config, architecture, wanted_dtype, target, overlays)
         elif overlays:
             raise ModelRefused(
@@ -88,11 +94,31 @@ def load_model(
     if target.type == "cpu":
         _half_as_bfloat16(model)
     nn.Module.to(model, target)
+    if keeping is not None and found is None:
+        keeping.note(model)
     if max_position is not None:
         pin_rope(model, min(max_position, max_model_len or max_position))
+    prepared = _prepared(model.eval(), config, target, quantization, progress, has_kernels, vision, kv_dtype)
+    if keeping is None:
+        return prepared
+    keeping.keep()
+    return replace(prepared, kept=keeping.weights)
+
+
+def _prepared(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    target: torch.device,
+    quantization: str,
+    progress: Progress,
+    has_kernels: Callable[[torch.dtype, str], bool],
+    vision: bool,
+    kv_dtype: str,
+) -> LoadedModel:
+    """Make a model with its weights ready, and its encoder of images where it has one."""
     if not is_composite(config):
-        return prepare(model.eval(), target, quantization, progress, has_kernels, kv_dtype)
-    text, encoder = take_apart(model.eval(), target, vision)
+        return prepare(model, target, quantization, progress, has_kernels, kv_dtype)
+    text, encoder = take_apart(model, target, vision)
     fuses = encoder is None or encoder.family.sight == Sight.CAUSAL
     prepared = prepare(text, target, quantization, progress, has_kernels, kv_dtype, fuses)
     if encoder is not None and encoder.family.in_windows:

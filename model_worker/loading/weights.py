@@ -76,13 +76,7 @@ def load_weights(
     The tensors in the files of `overlays` take the place of the checkpoint's own; later files win.
     """
     composite = is_composite(config)
-    auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
-    if composite and config.model_type in LISTENING_TYPES:
-        auto = AutoModelForSeq2SeqLM
-    if hears(config):
-        auto = AutoModelForSpeechSeq2Seq
-    # Of a composite model only the text model attends to the paged cache, which the runner sees to.
-    attention = {} if composite or hears(config) else {"attn_implementation": PAGED_ATTENTION}
+    auto, attention = model_class(config)
     checkpoint, scheme = open_checkpoint(source, config, architecture)
     refuse_type(dtype, config, architecture)
     if overlays:
@@ -114,6 +108,18 @@ def load_weights(
     check_loaded(architecture, info)
     found: PreTrainedModel = model
     return found
+
+
+def model_class(config: PreTrainedConfig) -> tuple[Any, dict[str, str]]:
+    """Return transformers' automatic class for a config that has been accepted, and what it is told of attention."""
+    composite = is_composite(config)
+    auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
+    if composite and config.model_type in LISTENING_TYPES:
+        auto = AutoModelForSeq2SeqLM
+    if hears(config):
+        auto = AutoModelForSpeechSeq2Seq
+    # Of a composite model only the text model attends to the paged cache, which the runner sees to.
+    return auto, {} if composite or hears(config) else {"attn_implementation": PAGED_ATTENTION}
 
 
 def open_checkpoint(
@@ -178,7 +184,7 @@ def load_quantized(
         weights = read_weights(checkpoint, scheme)
     except LOAD_ERRORS as error:
         raise ModelRefused(architecture, f"its quantized weights cannot be read: {_reason(error)}") from error
-    config = _without_quantization(config)
+    config = without_quantization(config)
     kind = computing_dtype(dtype, config, weights, architecture, device)
     try:
         names = WeightNames(auto, config, attention)
@@ -285,7 +291,7 @@ def _say_unplaced(architecture: str, keys: list[str]) -> None:
         )
 
 
-def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy that transformers takes for that of a plain model."""
     plain = copy.deepcopy(config)
     for each in (plain, plain.get_text_config(decoder=True)):

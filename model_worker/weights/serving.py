@@ -238,6 +238,8 @@ def free_weights(loaded: LoadedModel) -> None:
             module.linear.panels = module.linear.panels[:0].copy()
         for parameter in module.parameters(recurse=False):
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if loaded.kept is not None:
+        loaded.kept.drop()
     trim_heap()
 
 

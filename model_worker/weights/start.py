@@ -11,6 +11,8 @@ import torch
 from interfaces import WeightsVersion, WorkerHello
 from model_worker.execution.base import DeviceStep
 from model_worker.host_memory import trim_heap
+from model_worker.keeper.kept_weights import KeptWeights
+from model_worker.loading.kept import Keeping, identity_of
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel, Progress
 from model_worker.runner import ModelRunner
@@ -49,10 +51,16 @@ def load_version(
     has_kernels: Callable[[torch.dtype, str], bool],
     progress: Progress,
     version: WeightsVersion,
+    kept: KeptWeights | None = None,
 ) -> LoadedModel:
-    """Load the model of the settings with the weights of a version."""
+    """Load the model of the settings with the weights of a version, which may be `kept`, or will be."""
+    source = version.source or settings.model
+    keeping = None
+    if kept is not None:
+        making = settings.dtype, settings.max_model_len, settings.vision, settings.quantization
+        keeping = Keeping(kept, identity_of(source, version.overlays, *making))
     loaded = load_model(
-        version.source or settings.model,
+        source,
         settings.dtype,
         device,
         progress,
@@ -62,6 +70,7 @@ def load_version(
         vision=settings.vision,
         kv_dtype=settings.kv_dtype,
         overlays=[Path(one) for one in version.overlays],
+        keeping=keeping,
     )
     trim_heap()
     return loaded

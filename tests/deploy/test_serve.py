@@ -143,6 +143,24 @@ def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_pa
     assert [spec.counts_starts for spec in specs] == [False, True, True, False, False]
 
 
+def test_a_gpus_worker_may_have_a_keeper_of_its_weights(tmp_path: Path) -> None:
+    settings = Settings(devices="cuda:0,cuda:1", weight_keeper=True, also="other=org/other")
+    specs = child_specs(settings, RunDirectory(tmp_path), 9)
+    names = ["0", "1", "other:0", "other:1"]
+    assert [spec.name for spec in specs if spec.role == "weight_keeper"] == [f"weight_keeper:{name}" for name in names]
+    roles = list(dict.fromkeys(spec.role for spec in specs))
+    assert roles == ["scheduler", "weight_keeper", "model_worker", "api_server"], "it ends after its worker"
+    keeper = next(spec for spec in specs if spec.name == "weight_keeper:other:1")
+    module, *arguments = keeper.argv[keeper.argv.index("-m") + 1 :]
+    assert module == "model_worker.keeper"
+    assert arguments == ["--run-dir", str(tmp_path / "also0"), "--index", "1", "--device", "cuda:1"]
+    assert not keeper.vital
+    workers = [spec for spec in specs if spec.role == "model_worker"]
+    assert all(spec.argv[-1] == "--keeper" for spec in workers)
+    plain = child_specs(Settings(devices="cuda:0"), RunDirectory(tmp_path))
+    assert [spec.role for spec in plain] == ["scheduler", "model_worker", "api_server"]
+
+
 def test_the_ranks_of_a_worker_are_a_group_and_share_the_cores(tmp_path: Path) -> None:
     specs = child_specs(Settings(devices="cpu,cpu", tensor_parallel=2), RunDirectory(tmp_path), 9)
     workers = [spec for spec in specs if spec.role == "model_worker"]

@@ -87,6 +87,27 @@ def test_it_gives_up_on_a_child_that_keeps_dying_and_stops_the_others() -> None:
         wait_until_dead(*(entry["pid"] for entry in stage.told("exited")))
 
 
+def test_the_others_serve_without_a_child_that_is_not_vital() -> None:
+    children = (actor("weight_keeper:0", "--never-ready", "--then", "exit:3", vital=False), actor("model_worker:0"))
+    with Stage(*children, first_delay=0.01, longest_delay=0.02, deaths=2) as stage:
+        stage.wait_for("all_ready")
+        for _ in range(4):
+            stage.wait_for("exited")
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+        assert not any("giving up" in text for text in stage.said)
+
+
+def test_a_child_that_is_not_vital_and_cannot_be_started_is_tried_again_later() -> None:
+    missing = {"name": "weight_keeper:0", "argv": ["/no/such/program"], "vital": False}
+    with Stage(missing, actor("model_worker:0"), first_delay=0.3) as stage:
+        first, second = (stage.wait_for("say", level="ERROR") for _ in range(2))
+        assert "weight_keeper:0 cannot be started" in first["text"]
+        assert second["at"] - first["at"] >= 0.29
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+
+
 def test_it_gives_up_on_slow_starts_that_never_succeed() -> None:
     child = actor("worker", "--never-ready", "--after", "0.2", "--then", "exit:1")
     with Stage(child, first_delay=0.01, settled_after=0.1, deaths=3) as stage:

@@ -34,6 +34,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "private_metrics": st.just(False),  # True wants keys: tests/api_server/web/test_access.py
     "cors_origins": st.sampled_from(["auto", "none", "*", "null, https://example.com", "http://[::1]:3000"]),
     "devices": devices,
+    "weight_keeper": st.just(False),  # True wants GPUs alone: below.
     "tensor_parallel": st.just(1),  # More want other settings as they are: below.
     "dtype": st.sampled_from(DTYPES),
     "task": st.sampled_from(TASKS),
@@ -126,6 +127,13 @@ def test_the_highest_layer_that_has_a_value_wins(
             assert (value, resolved.sources[name]) == (getattr(Settings(), name), "default")
 
 
+def test_weights_are_kept_on_gpus_alone() -> None:
+    assert Settings(weight_keeper=True, devices="cuda:0,cuda:1").weight_keeper
+    for devices in ("cpu", "cuda:0,cpu"):
+        with pytest.raises(SettingsError, match="weight_keeper must be used with GPUs alone"):
+            Settings(weight_keeper=True, devices=devices)
+
+
 @given(layers)
 def test_the_run_directorys_file_brings_the_same_settings(
     tmp_path_factory: pytest.TempPathFactory, layer: dict[str, Any]
@@ -182,6 +190,7 @@ def test_the_run_directorys_file_brings_the_same_settings(
                 ("devices", "cuda:0", "name 2 GPUs for each worker, such as devices cuda:0+cuda:1"),
                 ("devices", "cuda:0+cuda:1+cuda:2", "name 2 GPUs for each worker, such as devices cuda:0+cuda:1"),
                 ("kv_spill", "1GB", "use kv_spill '0'"),
+                ("weight_keeper", True, "use weight_keeper False"),
             )
         ),
         ({"devices": "cuda:0+cuda:1,cuda:2"}, ["devices must be workers with as many GPUs each, got 'cuda:0+cuda:1,"]),

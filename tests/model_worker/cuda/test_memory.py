@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_worker.cuda.memory import GIB, SHARE, explain_no_memory, is_for_want_of_memory, plan_memory
+from model_worker.cuda.memory import GIB, SHARE, CudaMemory, explain_no_memory, is_for_want_of_memory, plan_memory
 from model_worker.execution.rehearsal import Rehearsal, gpu_kv_memory
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
@@ -61,6 +61,26 @@ def test_what_other_processes_hold_is_not_given_away() -> None:
     gpu = StandIn(80 * GIB, 10 * GIB, others=60 * GIB)
     plan = plan_memory(gpu, 1, gpu.taking(GIB), gpu.taking(0))
     assert plan.kv_cache < 9 * GIB
+
+
+def test_kept_weights_count_as_weights_and_not_as_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator knows nothing of them, and they are not free either."""
+    for name, value in (
+        ("mem_get_info", (80 * GIB - 31 * GIB, 80 * GIB)),
+        ("memory_allocated", GIB),
+        ("memory_reserved", GIB),
+        ("max_memory_allocated", 3 * GIB),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    gpu = CudaMemory(torch.device("cuda:0"), kept=30 * GIB)
+    plan = plan_memory(gpu, 1, lambda: None, lambda: None)
+    assert (plan.weights, plan.step, plan.recorded) == (31 * GIB, 2 * GIB, 2 * GIB)
+    assert plan.kv_cache == int(80 * GIB * SHARE) - 35 * GIB
+    text, may_pass = explain_no_memory(gpu, torch.OutOfMemoryError("CUDA out of memory."))
+    assert "it holds 31.0 GiB, and other processes and the driver 0.0 GiB" in text
+    assert not may_pass
 
 
 def test_the_largest_steps_are_run(loaded: LoadedModel) -> None:

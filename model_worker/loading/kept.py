@@ -1,0 +1,173 @@
+"""Makes a model of weights that a keeper has, and gives it those of a model that was read from files.
+
+What is kept are the tensors of the finished model: joined, rounded, on the device. The next worker makes the modules
+without them, as transformers does for a checkpoint, puts them there, and proves the model as after any load. Does not
+know how memory is shared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from model_worker.cuda.fp8_blocks import BlockFp8Linear
+from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
+from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
+from model_worker.model import ModelRefused, first_line
+from shared.weights_file import stamp_of
+
+log = logging.getLogger(__name__)
+
+# Changes whenever the same files and settings make other tensors here.
+_FORM = 1
+
+
+@dataclass(eq=False)
+class Keeping:
+    """The weights of one load, and the keeper of them. Without an identity nothing is found, and nothing kept."""
+
+    weights: KeptWeights
+    identity: str
+    _facts: ModelFacts | None = None
+    _tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def model(self, config: PreTrainedConfig, architecture: str) -> PreTrainedModel | None:
+        """Return the model with the weights that are kept; None if it must be read from its files."""
+        found = self.weights.find(self.identity) if self.identity else None
+        if found is None:
+            return None
+        try:
+            return kept_model(found, config, architecture)
+        except LOAD_ERRORS as error:
+            self.weights.size = 0
+            log.warning("the weights are read from files, since those that were kept make no model: %s", _said(error))
+            return None
+
+    def note(self, model: PreTrainedModel) -> None:
+        """Note the tensors of a model that was read, on the device: they may change before they are kept."""
+        kinds = [
+            [name for name, one in model.named_modules() if type(one) is kind] for kind in (Fp8Linear, BlockFp8Linear)
+        ]
+        # Speech and texts to embed have none.
+        generation: Any = getattr(model, "generation_config", None)
+        text = "" if generation is None else generation.to_json_string(use_diff=False)
+        self._facts = ModelFacts(str(model.dtype).removeprefix("torch."), text, *kinds)
+        self._tensors = dict(model.state_dict(keep_vars=True))
+
+    def keep(self) -> None:
+        """Have what was noted kept for the next worker."""
+        if self.identity and self._facts is not None:
+            with torch.no_grad():
+                self.weights.keep(self.identity, self._facts, self._tensors)
+        self._tensors = {}
+
+
+def identity_of(source: str, overlays: list[str], *settings: object) -> str:
+    """Name the weights that these files and settings make; empty for a model that is no folder here.
+
+    OSError for a file that is missing.
+    """
+    folder = _folder_of(source)
+    if folder is None:
+        return ""
+    versions = torch.__version__, transformers.__version__
+    facts = _FORM, str(folder), stamp_of(str(folder), overlays), overlays, versions, settings
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _folder_of(source: str) -> Path | None:
+    """Return the folder of a model, which for a name on the hub is in its cache."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path if path.is_dir() else None
+    try:
+        found = try_to_load_from_cache(source, "config.json")
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Placeholder:
+    """Stands for a tensor as long as transformers makes the modules, and takes no memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return torch.zeros(1, dtype=self.dtype).expand(self.shape)
+
+
+def kept_model(found: Found, config: PreTrainedConfig, architecture: str) -> PreTrainedModel:
+    """Make the model of a config with tensors that are kept. Raises one of LOAD_ERRORS where they do not fit."""
+    auto, attention = model_class(config)
+    config = without_quantization(config)
+    dtype = getattr(torch, found.facts.dtype)
+    model, info = auto._model_mapping[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=_placeholders(found, dtype),
+        dtype=dtype,
+        **attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    check_loaded(architecture, info)
+    for name in [*found.facts.in_fp8, *found.facts.in_fp8_blocks]:
+        model.set_submodule(name, _linear_in_fp8(found, name))
+    if other := sorted(model.state_dict().keys() ^ found.tensors.keys()):
+        raise ModelRefused(architecture, f"its modules and what is kept differ in {other[0]}")
+    _put(model, found.tensors)
+    if found.facts.generation:
+        model.generation_config = GenerationConfig.from_dict(json.loads(found.facts.generation))
+    made: PreTrainedModel = model
+    return made
+
+
+def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:
+    """Name the tensors as in a checkpoint without FP8."""
+    given: dict[str, Any] = {}
+    in_fp8 = {*found.facts.in_fp8, *found.facts.in_fp8_blocks}
+    for name, tensor in found.tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if path not in in_fp8 or leaf == "bias":
+            given[name] = _Placeholder(tuple(tensor.shape), tensor.dtype)
+        elif leaf == "codes":
+            given[f"{path}.weight"] = _Placeholder(tuple(tensor.shape), dtype)
+    return given
+
+
+def _linear_in_fp8(found: Found, name: str) -> Fp8Linear | BlockFp8Linear:
+    codes, scales, bias = (found.tensors.get(f"{name}.{part}") for part in ("codes", "scales", "bias"))
+    if codes is None or scales is None:
+        raise ValueError(f"{name} has no codes or no scales")
+    return Fp8Linear(codes, scales[0], bias) if name in found.facts.in_fp8 else BlockFp8Linear(codes, scales, bias)
+
+
+def _put(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Put tensors into the places of their names. One that has several names stays one parameter."""
+    made: dict[tuple[object, ...], nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf in module._buffers:
+            # Those are few, and may be written to.
+            module._buffers[leaf] = tensor.clone()
+            continue
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor.stride())
+        module._parameters[leaf] = made.setdefault(place, nn.Parameter(tensor, requires_grad=False))
+
+
+def _said(error: Exception) -> str:
+    return error.reason if isinstance(error, ModelRefused) else first_line(error)

@@ -1,0 +1,194 @@
+"""Models whose weights a keeper has: the same logits, with no file of weights, in memory that is there once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear
+from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.cuda.joined_linear import JoinedLinear
+from model_worker.loading.checkpoint import read_config
+from model_worker.loading.kept import Keeping, identity_of
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
+from model_worker.runner import ModelRunner
+from model_worker.weights.serving import free_weights
+from tests.model_worker.keeper.running import Running
+from tests.model_worker.tiny_models import own_tiny_model, tiny_model
+from tests.model_worker.vision.tiny_composites import gemma3, llava, qwen2_vl
+from tests.model_worker.vision.tiny_parts import Tiny, made
+
+# Plain, tied, norms of heads, four norms, experts, sinks, joined projections, and modules of another form.
+FAMILIES = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "phi3", "gpt2")
+END_TOKENS = [2, 7]
+
+
+def load(path: Path, keeping: Keeping | None = None) -> LoadedModel:
+    """Load a model as on a GPU: its linear modules stay plain."""
+    return load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False, keeping=keeping)
+
+
+def logits(loaded: LoadedModel) -> Tensor:
+    runner = ModelRunner(loaded, 8)
+    return runner.backend.logits(runner._first_tokens(20))
+
+
+def shared_memory() -> list[range]:
+    """The addresses at which this process has pieces."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:tokenyard-piece" in line:
+            first, last = re.findall("[0-9a-f]+", line)[:2]
+            found.append(range(int(first, 16), int(last, 16)))
+    return found
+
+
+def lie_there(tensors: Iterable[Tensor]) -> bool:
+    places = shared_memory()
+    return all(any(tensor.data_ptr() in place for place in places) for tensor in tensors)
+
+
+def without_weights(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_kept_weights_is_the_model(family: str, keeper: Running, tmp_path: Path) -> None:
+    path = own_tiny_model(family, tmp_path / "model")
+    generation = path / "generation_config.json"
+    generation.write_text(json.dumps({**json.loads(generation.read_text()), "eos_token_id": END_TOKENS}))
+    first = load(path, Keeping(keeper.worker(), "one"))
+    assert lie_there(first.model.parameters())
+    want = logits(first)
+    without_weights(path)
+    second = load(path, Keeping(keeper.worker(), "one"))
+    assert second.kept is not None
+    assert second.kept.size == sum(map(len, set(shared_memory()))) // 2 > 0
+    assert torch.equal(logits(second), want)
+    assert second.eos_token_ids == first.eos_token_ids == tuple(END_TOKENS)
+    assert (second.parameter_bytes, second.dtype) == (first.parameter_bytes, first.dtype)
+    assert [name for name, _ in second.model.named_parameters()] == [n for n, _ in first.model.named_parameters()]
+    assert lie_there(second.model.parameters())
+
+
+@pytest.mark.parametrize("make", [llava, qwen2_vl, gemma3], ids=lambda make: make.__name__)
+def test_a_model_that_sees_is_kept_with_its_tower(make: Callable[[], Tiny], keeper: Running, tmp_path: Path) -> None:
+    tiny = made(make)
+    tiny.model.save_pretrained(tmp_path)
+    image = tiny.image(tiny.draw(), 0)
+    first = load(tmp_path, Keeping(keeper.worker(), "one"))
+    assert first.encoder is not None
+    want = logits(first), first.encoder.encode(image)
+    without_weights(tmp_path)
+    second = load(tmp_path, Keeping(keeper.worker(), "one"))
+    assert second.encoder is not None
+    assert lie_there([*second.model.parameters(), *second.encoder.composite.parameters()])
+    assert torch.equal(logits(second), want[0])
+    assert (second.encoder.encode(image) == want[1]).all()
+
+
+def in_fp8(linear: nn.Linear) -> Fp8Linear:
+    scales = linear.weight.detach().abs().amax(1) / 448
+    return Fp8Linear((linear.weight.detach() / scales[:, None]).to(torch.float8_e4m3fn), scales, linear.bias)
+
+
+def in_fp8_blocks(linear: nn.Linear) -> BlockFp8Linear:
+    shape = [-(-size // SIDE) for size in linear.weight.shape]
+    return BlockFp8Linear(linear.weight.detach().to(torch.float8_e4m3fn), torch.rand(shape), linear.bias)
+
+
+@pytest.mark.parametrize("fp8", [None, in_fp8, in_fp8_blocks])
+def test_joined_weights_come_back_joined(
+    fp8: Callable[[nn.Linear], nn.Module] | None, keeper: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Joining them again moves nothing. Qwen 2 has biases."""
+    path = tiny_model("qwen2", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=96, head_dim=16)
+    model: Any = load(path).model
+
+    def parts(model: Any) -> list[Any]:
+        attention = model.model.layers[1].self_attn
+        return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+    if fp8 is not None:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            attention = model.model.layers[1].self_attn
+            setattr(attention, name, fp8(getattr(attention, name)))
+    keeping = Keeping(keeper.worker(), "one")
+    keeping.note(model)
+    joined = JoinedLinear(parts(model))
+    x = torch.randn(3, 64)
+    # Products with scales of blocks want a GPU.
+    want = None if fp8 is in_fp8_blocks else joined(x)
+    keeping.keep()
+    assert lie_there(model.parameters())
+    assert want is None or torch.equal(joined(x), want)
+    again = Keeping(keeper.worker(), "one").model(read_config(path), "Qwen2")
+    assert again is not None
+    tensors = [parameter for part in parts(again) for parameter in part.parameters()]
+    assert len(tensors) == (6 if fp8 is None else 9)
+    places = [(tensor.untyped_storage().data_ptr(), tensor.storage_offset()) for tensor in tensors]
+    second = JoinedLinear(parts(again))
+    assert want is None or torch.equal(second(x), want)
+    assert all(type(one) is type(other) for one, other in zip(parts(again), parts(model), strict=True))
+    assert all(torch.equal(one.weight, other.weight) for one, other in zip(parts(again), parts(model), strict=True))
+    assert [(one.untyped_storage().data_ptr(), one.storage_offset()) for one in tensors] == places
+
+
+def test_weights_that_are_taken_away_leave_the_keeper_too(keeper: Running, tmp_path: Path) -> None:
+    """As for other weights, or a trainer that wants the GPU's memory."""
+    path = own_tiny_model("llama", tmp_path / "model")
+    free_weights(load(path, Keeping(keeper.worker(), "one")))
+    assert keeper.memory.handles == []
+    assert shared_memory() == []
+    free_weights(load(path, Keeping(keeper.worker(), "one")))
+    second = load(path, Keeping(keeper.worker(), "one"))
+    assert second.kept is not None
+    assert second.kept.size
+    free_weights(second)
+    assert second.kept.size == 0
+    assert shared_memory() == []
+
+
+def test_kept_weights_that_make_no_model_are_read_anew(
+    keeper: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = own_tiny_model("llama", tmp_path / "model")
+    first = load(path, Keeping(keeper.worker(), "one"))
+    want = logits(first)
+    config = json.loads((path / "config.json").read_text())
+    for layers in (2, 3):
+        (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        found = load(path, Keeping(keeper.worker(), "one"))
+        assert "make no model" in caplog.text
+        caplog.clear()
+    assert torch.equal(logits(found), want)
+
+
+def test_an_identity_is_that_of_files_and_settings(tmp_path: Path) -> None:
+    path = own_tiny_model("llama", tmp_path / "model")
+    one = identity_of(str(path), [], "auto", None)
+    assert one == identity_of(str(path), [], "auto", None) != ""
+    overlay = tmp_path / "overlay.safetensors"
+    overlay.write_bytes(b"1")
+    others = [
+        identity_of(str(path), [], "auto", 100),
+        identity_of(str(path), [], "float32", None),
+        identity_of(str(path), [str(overlay)], "auto", None),
+        identity_of(str(own_tiny_model("llama", tmp_path / "other")), [], "auto", None),
+    ]
+    facts = (path / "model.safetensors").stat()
+    os.utime(path / "model.safetensors", ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
+    others.append(identity_of(str(path), [], "auto", None))
+    assert len({one, *others}) == 6
+    assert identity_of("no-such/model", [], "auto", None) == ""
+    assert identity_of(str(overlay), [], "auto", None) == ""
