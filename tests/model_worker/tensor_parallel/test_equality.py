@@ -125,14 +125,14 @@ def test_a_model_that_generates_speech_tokens_is_refused(tmp_path: Path) -> None
         load_part(speaker, "float32", 2, Alone(), lambda *_: None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("arch", "ranks"), [("qwen3", 2), ("mixtral", 2), ("llama", 4)])
-def test_ranks_that_are_joined_as_those_of_gpus_compute_the_same(arch: str, ranks: int, groups: Groups) -> None:
+@pytest.mark.parametrize("arch", ["llama", "mixtral"])
+def test_ranks_that_are_joined_as_those_of_gpus_compute_the_same(arch: str, groups: Groups) -> None:
     """By torch.distributed, with batches whose columns go from device to device; here the devices are CPUs.
 
-    193 tokens make unequal parts of the logits of four ranks.
+    193 tokens make unequal parts of the logits.
     """
     folder = groups.folder / "joined"
     folder.mkdir(exist_ok=True)
     path = tiny_model(arch, folder)
-    with groups.group(path, ranks, distributed=True) as (_, runner):
+    with groups.group(path, 2, distributed=True) as (_, runner):
         assert_equal_tokens(path, runner, count=3)
