@@ -165,8 +165,43 @@ def _runner(loaded: LoadedModel, rows: int, length: int, backend: str = "auto", 
     return runner
 
 
-class Worker:
-    """An engine with `rows` rows, and the steps that a scheduler would send it."""
+class Steps:
+    """An engine, and the steps that a scheduler would send it: rows of `blocks` blocks each."""
+
+    def __init__(self, engine: Engine, prompt: int, output: int, blocks: int, vocab_size: int) -> None:
+        self._engine = engine
+        self._prompt, self._output = prompt, output
+        self._blocks = blocks
+        self._vocab_size = vocab_size
+        self._steps = 0
+
+    def begin(self, fields: dict[str, Any]) -> Pending:
+        self._steps += 1
+        usual: dict[str, Any] = {"ntok": None, "new_blocks": NONE.reshape(0, 3), "drop": NONE, "joins": []}
+        return self._engine.begin(Step(incarnation=1, epoch=0, step=self._steps, **usual | fields))
+
+    def joining(self, rows: range, wishes: Mapping[str, Any]) -> dict[str, Any]:
+        """A step that computes the whole prompts of new rows, which get all blocks that they will need.
+
+        `wishes` are their sampling values.
+        """
+        rng = np.random.default_rng(rows.start)
+        joins = []
+        for row in rows:
+            tokens = rng.integers(0, self._vocab_size, self._prompt).astype(np.int32)
+            params = SamplingParams(seed=row, max_new_tokens=self._output, **wishes)
+            joins.append(Join(row=row, tokens=tokens, prompt_len=self._prompt, start=0, sampling=params))
+        blocks = [(row, i, row * self._blocks + i) for row in rows for i in range(self._blocks)]
+        return {
+            "rows": np.array(rows, np.int32),
+            "ntok": np.full(len(rows), self._prompt, np.int32),
+            "new_blocks": np.array(blocks, np.int32),
+            "joins": joins,
+        }
+
+
+class Worker(Steps):
+    """A worker of `rows` rows, in decode steps whose time is taken."""
 
     def __init__(self, loaded: LoadedModel, rows: int, prompt: int, output: int) -> None:
         length = prompt + output
@@ -176,16 +211,14 @@ class Worker:
         sampler.warm_up()
         shared = DeviceStep(table, sampler, runner.backend, WorkerIdentity(0, 0))
         self.backend: Any = runner.backend
-        self._engine = Engine(shared, executors_for(shared, loaded.device.type))
-        self._rows, self._prompt, self._output = rows, prompt, output
-        self._blocks = -(-length // loaded.block_size)
-        self._vocab_size = loaded.vocab_size
-        self._steps = 0
+        self._rows = rows
+        engine = Engine(shared, executors_for(shared, loaded.device.type))
+        super().__init__(engine, prompt, output, -(-length // loaded.block_size), loaded.vocab_size)
 
     def measure(self, sampled: bool) -> Speed:
         """Prefills all rows, and takes the time of the decode steps that follow."""
         for start in range(0, self._rows, self._at_once):
-            self.begin(self.joining(range(start, min(start + self._at_once, self._rows)), sampled)).result()
+            self.begin(self.joining(range(start, min(start + self._at_once, self._rows)), wishes(sampled))).result()
         pending: deque[Pending] = deque()
         rows, busy, tokens = np.arange(self._rows, dtype=np.int32), 0, 0
         started = time.perf_counter()
@@ -200,27 +233,10 @@ class Worker:
     def _at_once(self) -> int:
         return max(1, PREFILL_TOKENS // self._prompt)
 
-    def begin(self, fields: dict[str, Any]) -> Pending:
-        self._steps += 1
-        usual: dict[str, Any] = {"ntok": None, "new_blocks": NONE.reshape(0, 3), "drop": NONE, "joins": []}
-        return self._engine.begin(Step(incarnation=1, epoch=0, step=self._steps, **usual | fields))
 
-    def joining(self, rows: range, sampled: bool) -> dict[str, Any]:
-        """A step that computes the whole prompts of new rows, which get all blocks that they will need."""
-        rng = np.random.default_rng(rows.start)
-        temperature, top_p = (1.0, 0.9) if sampled else (0.0, 1.0)
-        joins = []
-        for row in rows:
-            tokens = rng.integers(0, self._vocab_size, self._prompt).astype(np.int32)
-            params = SamplingParams(temperature=temperature, top_p=top_p, seed=row, max_new_tokens=self._output)
-            joins.append(Join(row=row, tokens=tokens, prompt_len=self._prompt, start=0, sampling=params))
-        blocks = [(row, i, row * self._blocks + i) for row in rows for i in range(self._blocks)]
-        return {
-            "rows": np.array(rows, np.int32),
-            "ntok": np.full(len(rows), self._prompt, np.int32),
-            "new_blocks": np.array(blocks, np.int32),
-            "joins": joins,
-        }
+def wishes(sampled: bool) -> dict[str, Any]:
+    """Return the sampling values of rows that are drawn with top-p, or greedy."""
+    return {"temperature": 1.0, "top_p": 0.9} if sampled else {"temperature": 0.0}
 
 
 def report(checked: Sequence[Check], speeds: Sequence[Speed], dtype: str) -> list[Table]:

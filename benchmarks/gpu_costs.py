@@ -12,19 +12,20 @@ import numpy as np
 import torch
 
 from benchmarks import gpu
+from interfaces import SamplingParams
 from model_worker.execution.flight import Pending
 from model_worker.model import LoadedModel
-from model_worker.sampling import draw_cuda, draw_triton
-from model_worker.sampling.draw import Choices
+from model_worker.sampling.draw_triton import TritonDraw
+from model_worker.sampling.sampler import SamplerRows
 
 Figures = dict[str, Any]
-# Kinds of draws: top-k, top-p, and the least share of the likeliest token.
-DRAWS = {
-    "temperature alone": (None, 1.0, 0.0),
-    "top-p 0.9": (None, 0.9, 0.0),
-    "top-k 20": (20, 1.0, 0.0),
-    "top-k 20, top-p 0.9": (20, 0.9, 0.0),
-    "min-p 0.05": (None, 1.0, 0.05),
+# Kinds of draws, by sampling values.
+DRAWS: dict[str, dict[str, Any]] = {
+    "temperature alone": {},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-k 20": {"top_k": 20},
+    "top-k 20, top-p 0.9": {"top_k": 20, "top_p": 0.9},
+    "min-p 0.05": {"min_p": 0.05},
 }
 # Kernels that are named, with the most time first.
 NAMED = 14
@@ -34,7 +35,7 @@ def step_profile(loaded: LoadedModel, rows: int, steps: int, sampled: bool) -> F
     """Profile decode steps, two in flight: launches, kernels by time, and the host's time of `begin`."""
     worker = gpu.Worker(loaded, rows, 128, 2 * steps + 20)
     for start in range(0, rows, 64):
-        worker.begin(worker.joining(range(start, min(start + 64, rows)), sampled)).result()
+        worker.begin(worker.joining(range(start, min(start + 64, rows)), gpu.wishes(sampled))).result()
     index = np.arange(rows, dtype=np.int32)
     _run(worker, index, 8)
     began = time.perf_counter()
@@ -81,21 +82,22 @@ def draw_costs(device: torch.device, width: int, rows: int, timed: Callable[[Cal
     """Return microseconds of a draw of each kind, by our kernels and by torch's operations."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 2.5, (rows, width)).astype(np.float32)).to(device)
-    logits -= logits.max(-1, keepdim=True).values
+    held, none = np.arange(rows, dtype=np.int32), np.empty(0, np.int32)
+    positions = np.zeros(rows, np.int64)
     found: Figures = {}
-    for kind, (top_k, top_p, min_p) in DRAWS.items():
-        choices = Choices(
-            greedy=np.zeros(rows, np.bool_),
-            top_k=np.full(rows, top_k or width, np.int32),
-            top_p=np.full(rows, top_p),
-            log_min_p=np.full(rows, np.log(min_p) if min_p else -np.inf, np.float32),
-            keys=rng.integers(0, 1 << 63, rows).astype(np.uint64),
-            logprobs=np.zeros(rows, np.int8),
-        )
+    for kind, wishes in DRAWS.items():
+        sampler = SamplerRows(rows, width, device)
+        for row in range(rows):
+            sampler.join(row, SamplingParams(temperature=1.0, seed=row, **wishes), [], none, none)
         times = []
-        for draw in (draw_triton.draw, draw_cuda.draw):
-            draw(logits, choices)
-            times.append(round(1e6 * timed(lambda draw=draw, choices=choices: draw(logits, choices), 5)))  # type: ignore[misc]
+        for kernels in (TritonDraw(device, width), None):
+            sampler.use_kernels(kernels)
+
+            def draw(sampler: SamplerRows = sampler) -> object:
+                return sampler.sample_ahead(logits, held, positions)
+
+            draw()
+            times.append(round(1e6 * timed(draw, 5)))
         found[f"{kind}, {rows} rows, us (kernels / torch)"] = f"{times[0]} / {times[1]}"
     return found
 

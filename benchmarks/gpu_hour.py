@@ -23,14 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_costs, gpu_server
+from benchmarks import gpu, gpu_checks, gpu_costs, gpu_host, gpu_server
 from interfaces import StepResult
 from model_worker.attention import cuda, triton
 from model_worker.cuda.memory import CudaMemory
 from model_worker.execution.rehearsal import gpu_kv_memory
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
-from model_worker.sampling import draw_triton
+from model_worker.sampling import draw_proof
+from model_worker.sampling.sampler import SamplerRows
 
 Figures = dict[str, Any]
 
@@ -142,8 +143,8 @@ def drawing(hour: Hour) -> Figures:
     if (reason := triton.missing()) is not None:
         return {"skipped": reason}
     width = hour.size(151_936, 600)
-    chosen = draw_triton.proven(hour.device, width)
-    return {"draws torch's tokens": chosen is draw_triton.draw, "vocabulary": width}
+    both = (SamplerRows(draw_proof.ROWS, width, hour.device, counts_there=True) for _ in range(2))
+    return {"draws torch's tokens": draw_proof.proven(*both, hour.device) is not None, "vocabulary": width}
 
 
 def logits(hour: Hour) -> Figures:
@@ -175,6 +176,13 @@ def profile(hour: Hour) -> Figures:
     return found
 
 
+def host(hour: Hour) -> Figures:
+    """The host's time for a decode step whose kernels are replaced by nothing; a driver's launches are not in it."""
+    if (reason := triton.missing()) is not None:
+        return {"skipped": reason}
+    return gpu_host.host_costs(hour.size(256, 4), hour.size(200, 5))
+
+
 def draw_costs(hour: Hour) -> Figures:
     """Microseconds of a draw."""
     if (reason := triton.missing()) is not None:
@@ -190,13 +198,13 @@ def mixed_steps(hour: Hour) -> Figures:
     rows, prompt = hour.size(64, 2), hour.size(512, 20)
     gc.collect()
     worker = gpu.Worker(hour.loaded, rows + 1, prompt, hour.size(64, 8))
-    worker.begin(worker.joining(range(rows), False)).result()
+    worker.begin(worker.joining(range(rows), gpu.wishes(False))).result()
     decoding = np.arange(rows, dtype=np.int32)
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(hour.size(40, 6)):
         fields: dict[str, Any] = {"rows": decoding}
         if i % 2:
-            fields = worker.joining(range(rows, rows + 1), False)
+            fields = worker.joining(range(rows, rows + 1), gpu.wishes(False))
             fields["rows"] = np.arange(rows + 1, dtype=np.int32)
             fields["ntok"] = np.array([*[1] * rows, prompt], np.int32)
             fields["drop"] = np.array([rows] if i > 1 else [], np.int32)
@@ -236,7 +244,7 @@ def faults(hour: Hour) -> Figures:
         if short:
             held.append(_without_memory(hour, worker, rows * prompt // 3))
         began = time.perf_counter()
-        result: StepResult = worker.begin(worker.joining(range(rows), True)).result()
+        result: StepResult = worker.begin(worker.joining(range(rows), gpu.wishes(True))).result()
         seconds.append(round(time.perf_counter() - began, 3))
         tokens.append(result.tokens)
     # The next part may start processes, which find no memory in this one's cache.
@@ -290,6 +298,7 @@ PARTS: tuple[Callable[[Hour], Figures], ...] = (
     architectures,
     throughput,
     profile,
+    host,
     draw_costs,
     mixed_steps,
     long_context,

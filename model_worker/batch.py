@@ -51,8 +51,8 @@ class ForwardBatch:
     owners: Tensor | None = None
     # i64[rows]: those last tokens.
     last_tokens: Tensor | None = None
-    # i64[L']: the rows that draw a token, where the caller has given them.
-    drawing: Tensor | None = None
+    # What the caller has sent along for the draw behind the pass.
+    drawing: tuple[Tensor, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -105,10 +105,11 @@ class ForwardBatch:
         adapters: IntColumn | None = None,
         rows: IntColumn | None = None,
         owners: IntColumn | None = None,
-        drawing: IntColumn | None = None,
+        drawing: Sequence[NDArray[Any]] = (),
     ) -> ForwardBatch:
         """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too. `angles` are the
-        positions where they do not follow from the lengths. All that a plain step has goes to the device in one copy.
+        positions where they do not follow from the lengths. All that a plain step has goes to the device in one copy,
+        and the arrays `drawing` go along.
         """
         query_start = np.zeros(len(query_lens) + 1, np.int32)
         np.cumsum(query_lens, out=query_start[1:])
@@ -126,14 +127,14 @@ class ForwardBatch:
         three = angles is not None and angles.ndim == 2
         shown = positions if angles is None or three else angles
         device = torch.device(device)
-        more = [column for column in (owners, drawing) if column is not None]
         columns = [
             *_as((tokens, shown, slots, logit_positions), np.int64),
             *_as((query_start, kv_lens, block_tables), np.int32),
-            *_as(more, np.int64),
+            *_as([] if owners is None else [owners], np.int64),
+            *drawing,
         ]
-        *wide, start, lens, tables = (there := upload_together(columns, device))[:7]
-        others = iter(there[7:])
+        there = upload_together(columns, device)
+        *wide, start, lens, tables = there[:7]
         return cls(
             tokens=wide[0],
             positions=torch.from_numpy(angles).to(device) if three else wide[1],
@@ -152,8 +153,8 @@ class ForwardBatch:
             seen=None if seen is None else torch.from_numpy(seen).to(device),
             adapters=adapters,
             rows=rows,
-            owners=None if owners is None else next(others),
-            drawing=None if drawing is None else next(others),
+            owners=None if owners is None else there[7],
+            drawing=tuple(there[len(there) - len(drawing) :]),
         )
 
 

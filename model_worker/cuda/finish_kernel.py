@@ -1,4 +1,4 @@
-"""Triton kernels behind a draw: bad rows lose their tokens, and tokens go where the next step finds them.
+"""A Triton kernel that ends a draw: a row's token from those of its parts, put where the next step finds it.
 
 Knows columns; knows no requests and no batch.
 """
@@ -10,24 +10,56 @@ from typing import Any
 import triton
 import triton.language as tl
 
-BLOCK = 128
+from model_worker.cuda.draw_rows import GREEDY, PLACE, SLOT, integer, largest_of_row
+
 # triton leaves its decorator untyped.
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["count"])
-def finish_kernel(tokens, top, count, BLOCK: tl.constexpr):
-    """Put -1 where a row's largest logit is not finite. Programs: block of rows."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    largest = tl.load(top + at, mask=at < count, other=0.0).to(tl.float32)
-    # No number differs from itself, nor from infinity by none.
-    bad = (largest - largest) != 0
-    tl.store(tokens + at, tl.full([BLOCK], -1, tl.int64), mask=(at < count) & bad)
+@_jit(do_not_specialize=["tiles", "parts"])
+def finish_kernel(
+    tokens,
+    last_tokens,
+    counts,
+    tops,
+    firsts,
+    scores,
+    picked,
+    records,
+    count_stride,
+    tiles,
+    parts,
+    DRAWS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write a row's token, -1 where its largest logit is not finite. Programs: row.
 
-
-@_jit(do_not_specialize=["places", "count"])
-def keep_kernel(last_tokens, places, tokens, count, BLOCK: tl.constexpr):
-    """Put tokens into their places; 0 for a bad row. Programs: block of rows."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + at, mask=at < count, other=0)
-    tl.store(last_tokens + tl.load(places + at, mask=at < count, other=0), tl.maximum(token, 0), mask=at < count)
+    It is the first of the largest logit, or with DRAWS of the largest score. KEEPS: the last token of the row's place
+    becomes it, and 0 for a bad row. COUNTS: it is counted, if the row counts.
+    """
+    row = tl.program_id(0)
+    top, is_finite = largest_of_row(tops, row, tiles, TILES)
+    tile = tl.arange(0, TILES)
+    found = tl.load(tops + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    # Of a bad row some tile.
+    first = tl.minimum(tl.min(tl.where(found == top, tile, TILES), 0), tiles - 1)
+    token = tl.load(firsts + row * tiles + first).to(tl.int64)
+    if DRAWS:
+        part = tl.arange(0, PARTS)
+        score = tl.load(scores + row * parts + part, mask=part < parts, other=float("-inf"))
+        # The first of equal scores, as everywhere.
+        best = tl.minimum(tl.min(tl.where(score == tl.max(score, 0), part, PARTS), 0), parts - 1)
+        drawn = tl.load(picked + row * parts + best)
+        token = tl.where(integer(records, row, GREEDY) != 0, token, drawn)
+    tl.store(tokens + row, tl.where(is_finite, token, -1))
+    token = tl.where(is_finite, token, 0)
+    if KEEPS:
+        tl.store(last_tokens + integer(records, row, PLACE), token)
+    if COUNTS:
+        slot = integer(records, row, SLOT)
+        if slot >= 0:
+            to = counts + slot * count_stride + token
+            tl.store(to, tl.load(to) + 1)

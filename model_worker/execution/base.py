@@ -146,7 +146,7 @@ class DeviceStep(RunningRows):
         packed: PackedStep,
         wanted: NDArray[np.int64] | None = None,
         owners: NDArray[np.int64] | None = None,
-        drawing: NDArray[np.int32] | None = None,
+        drawing: Sequence[NDArray[Any]] = (),
     ) -> ForwardBatch:
         """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`. `owners`
         and `drawing` are those of ForwardBatch."""

@@ -7,8 +7,9 @@ tokens of the step before while the device computes, and then launches its draw 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
 from model_worker.batch import ForwardBatch
-from model_worker.device_copy import Download, Mark, upload
+from model_worker.device_copy import Download, Mark, upload, upload_together
 from model_worker.execution import reports
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.rows import PackedStep
 from model_worker.sampling.ahead import Ahead
+from model_worker.sampling.draw_records import RowMasks
 from model_worker.sampling.sampler import Sampled
 
 
@@ -52,18 +54,25 @@ class OverlapCuda:
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         shared = self._shared
         began = Mark(shared.backend.device)
+        rows = packed.rows[packed.sampling]
+        grammars = shared.masks
+        if grammars is not None and not grammars.constrain(rows).any():
+            grammars = None
         with torch.inference_mode():
-            batch = self._batch(packed)
-            logits = shared.backend.logits(batch)[: len(packed.sampling)]
-            constrained = shared.masks is not None and bool(shared.masks.constrain(packed.rows[packed.sampling]).any())
-            if constrained:
+            # What the draw takes of the rows goes along, unless it has to wait for masks.
+            drawing = shared.sampler.arrays(rows, packed.positions) if grammars is None else []
+            batch = self._batch(packed, drawing)
+            logits, there = shared.backend.logits(batch)[: len(packed.sampling)], batch.drawing
+            masks = None
+            if grammars is not None:
                 packed, logits = self._after_earlier(step, packed, logits)
-            rows = packed.rows[packed.sampling]
-            if shared.masks is not None and constrained:
-                shared.refused |= shared.masks.apply(logits, rows, shared.sampler.columns)
+                rows = packed.rows[packed.sampling]
+                masks, failed = grammars.of(rows)
+                shared.refused |= failed
+                arrays = shared.sampler.arrays(rows, packed.positions, masks)
+                there = tuple(upload_together(arrays, logits.device))
             errors = shared.refusals(rows)
-            place = None if constrained else batch.drawing
-            launched = self._draw(packed, rows, logits, began, place)
+            launched = self._draw(packed, rows, logits, began, there, masks)
         number = shared.rows.launch(packed)
 
         def read() -> StepResult:
@@ -92,16 +101,14 @@ class OverlapCuda:
         rows: NDArray[np.int32],
         logits: torch.Tensor,
         began: Mark,
-        place: torch.Tensor | None,
+        there: Sequence[torch.Tensor],
+        masks: RowMasks | None,
     ) -> _Launched:
-        """Launch the draw, and the copy of what it gives. `place` are the rows on the device, where they are there."""
-        ahead = self._shared.sampler.sample_ahead(logits, rows, packed.positions)
+        """Launch the draw, and the copy of what it gives. `there` is what the device has of the rows."""
+        ahead = self._shared.sampler.sample_ahead(logits, rows, packed.positions, there, masks, self._last_tokens)
         if self._shared.sampler.needs_host(rows):
             # What was drawn is counted: a second launch would count it again.
             self._shared.repeatable = False
-        if place is None:
-            place = upload(rows.astype(np.int64), logits.device)
-        self._shared.sampler.columns.keep(self._last_tokens, place, ahead.tokens)
         return _Launched(ahead, began, [Download(tensor) for tensor in ahead.tensors])
 
     def _forced(self, rows: NDArray[np.int32], sampled: Sampled, number: int) -> dict[int, list[int]]:
@@ -116,12 +123,11 @@ class OverlapCuda:
             shared.sampler.follow(row, tokens)
         return forced
 
-    def _batch(self, packed: PackedStep) -> ForwardBatch:
+    def _batch(self, packed: PackedStep, drawing: Sequence[NDArray[Any]]) -> ForwardBatch:
         """Make the forward's input, with tokens that only the device has."""
         places, rows = self._shared.rows.unread(packed)
         # None or some: a recorded step looks them up in either case, as it is filled.
         owners = np.full(len(packed.tokens), -1, np.int64)
         owners[places] = rows
-        drawing = packed.rows[packed.sampling]
         batch = self._shared.batch(packed, owners=owners if len(places) else None, drawing=drawing)
         return replace(batch, last_tokens=self._last_tokens)

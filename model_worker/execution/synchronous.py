@@ -95,7 +95,7 @@ class Synchronous:
             # What was drawn is counted, and a grammar goes on.
             shared.repeatable = False
         if shared.masks is not None:
-            shared.refused |= shared.masks.apply(logits, rows, shared.sampler.columns)
+            shared.refused |= shared.masks.apply(logits, rows)
         return shared.sampler.sample(logits, rows, positions)
 
     def _forced(self, rows: NDArray[np.int32], sampled: Sampled) -> Forced:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model_worker.sampling.columns import OPERATIONS, WORD_BITS, Columns
+from model_worker.device_copy import upload_together
+from model_worker.sampling.columns import WORD_BITS, forbid
 
 # -inf of each type; as its 16 bits where numpy has no such type.
 _INFINITY: dict[torch.dtype, Any] = {
@@ -25,15 +26,11 @@ _INFINITY: dict[torch.dtype, Any] = {
 
 
 def apply_masks(
-    logits: torch.Tensor,
-    index: NDArray[np.int64],
-    masks: NDArray[np.int32],
-    has_kernels: bool = True,
-    columns: Columns = OPERATIONS,
+    logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32], has_kernels: bool = True
 ) -> None:
     """Apply masks in place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`.
 
-    On a GPU `columns` says how, and nothing waits for it.
+    On a GPU nothing waits for it.
     """
     infinity = _INFINITY.get(logits.dtype)
     with torch.inference_mode():
@@ -41,7 +38,8 @@ def apply_masks(
             plain = logits if logits.dtype == torch.float32 else logits.view(torch.int16)
             _forbid_rows(plain.numpy(), index, masks, infinity)
             return
-        columns.forbid(logits, index, masks)
+        rows, words = upload_together([index, masks], logits.device)
+        forbid(logits, rows, words)
 
 
 def warm_up(dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from interfaces import GrammarState, RowGrammar
 from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
-from model_worker.sampling.columns import OPERATIONS, Columns
+from model_worker.sampling.draw_records import RowMasks
 from shared.forkserver import ForkServer
 from shared.pipe_messages import message_unpacker
 
@@ -130,16 +130,22 @@ class Masks:
             return np.zeros(len(rows), np.bool_)
         return np.isin(rows, list(self._rows))
 
-    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32], columns: Columns = OPERATIONS) -> dict[int, str]:
+    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> dict[int, str]:
         """Put -inf on forbidden tokens, in place; `logits[i]` belongs to `rows[i]`. Returns failed rows and why."""
+        masks, failed = self.of(rows)
+        if masks is not None:
+            apply_masks(logits[:, : self._vocab_size], *masks, self._has_kernels)
+        return failed
+
+    def of(self, rows: NDArray[np.int32]) -> tuple[RowMasks | None, dict[int, str]]:
+        """Wait for the masks of those of the rows that have a grammar. Returns them, and failed rows and why."""
         index = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
         if not index:
-            return {}
+            return None, {}
         self._wait()
-        live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
-        if len(live):
-            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]], self._has_kernels, columns)
-        return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
+        failed = {row: self._errors[row] for row in rows[index].tolist() if row in self._errors}
+        live = np.array([i for i in index if int(rows[i]) not in failed], np.int64)
+        return RowMasks(live, self._masks[rows[live]]) if len(live) else None, failed
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:
         """Advance the constrained ones among these rows by a token each; their next masks are made from here on.

@@ -1,24 +1,60 @@
-"""The draw of rows whose tokens stay on the device: the steps of `host_draw.py`, launched without a wait.
+"""The draw of rows whose tokens stay on the device, launched without a wait: in kernels, or in operations of torch.
 
-Knows rows of logits and of values; not how they are held.
+Both give what `host_draw.py` gives. Knows rows of logits and of values; not how they are held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interfaces import LogprobMode
+from model_worker.cuda.draw_record import NAMES
 from model_worker.device_copy import upload
-from model_worker.sampling import draw_cuda, draw_triton
+from model_worker.sampling import draw_cuda
 from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
+from model_worker.sampling.columns import forbid
+from model_worker.sampling.device_penalties import DevicePenaltyStage
+from model_worker.sampling.draw import Edge
+from model_worker.sampling.draw_records import RowMasks
+from model_worker.sampling.draw_triton import DrawStep, TritonDraw
 from model_worker.sampling.logprobs import Wanted
 from model_worker.sampling.row_values import choices_of
+from model_worker.sampling.scaling import change_and_scale, shift_and_divide
 from model_worker.sampling.stages import AnyStage
+
+_PLACE = NAMES.index("place")
+
+
+class Drawn(NamedTuple):
+    """The tokens of a step, i64[rows] on the device, and what its reports need of some of its rows."""
+
+    tokens: torch.Tensor
+    # Their logits, shifted and scaled, as a copy.
+    logits_of: Callable[[NDArray[np.intp]], torch.Tensor]
+    # Where their kept tokens end, given these logits.
+    edges_of: Callable[[torch.Tensor, NDArray[np.intp]], Edge]
+
+
+@dataclass(frozen=True)
+class RowsAhead:
+    """The rows of a step, and what is on the device of them."""
+
+    rows: NDArray[np.int32]
+    values: NDArray[np.void]
+    positions: NDArray[np.int64]
+    # Those that need more than their largest logit.
+    worked: NDArray[np.bool_]
+    # As `RecordTable.arrays` has them.
+    there: Sequence[torch.Tensor]
+    masks: RowMasks | None
+    # i64[all rows], on the device.
+    last_tokens: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -26,57 +62,106 @@ class DeviceDraw:
     """Draws without a wait. `stages` and `wanted` are the sampler's own, and change."""
 
     stages: Sequence[AnyStage]
+    penalties: DevicePenaltyStage | None
     # What rows want reported, by row.
     wanted: Mapping[int, Wanted]
-    # How the kept tokens' noise and their argmax are found.
-    draw_tokens: draw_triton.Draw = draw_cuda.draw
+    # None: operations draw.
+    kernels: TritonDraw | None = None
 
-    def draw(
-        self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
-    ) -> torch.Tensor:
-        """Return tokens, -1 for a bad row. `logits` are changed, shifted and scaled."""
-        for stage in self.stages:
-            stage.apply(logits, rows, positions)
-        top, tokens = logits.max(dim=-1)
-        logits.sub_(top[:, None])
-        if (values["temperature"] != 1).any():
-            logits.div_(upload(values["temperature"].copy(), logits.device)[:, None])
+    def draw(self, logits: torch.Tensor, step: RowsAhead) -> Ahead:
+        """Draw tokens, and compute what is reported of them. `logits` may be changed. What is counted of the tokens is
+        changed last."""
+        asked = self._asked(step)
+        if not len(step.rows):
+            return Ahead(torch.empty(0, dtype=torch.int64, device=logits.device))
+        if self.kernels is None:
+            drawn = self._by_operations(logits, step)
+            counted = False
+        else:
+            # Memory for reports may be missing: then nothing was counted, and the step can be repeated.
+            counted = asked is None
+            drawn = self._by_kernels(self.kernels, logits, step, counted)
+        ahead = Ahead(drawn.tokens) if asked is None else _reported(drawn, asked, step, logits.shape[1])
+        for stage in () if counted else self.stages:
+            stage.launched(step.rows, drawn.tokens)
+        return ahead
+
+    def _by_kernels(self, kernels: TritonDraw, logits: torch.Tensor, step: RowsAhead, counted: bool) -> Drawn:
+        penalties = self.penalties
+        rules = [stage for stage in self.stages if stage is not penalties and stage.holds(step.rows)]
+
+        def change(changed: torch.Tensor) -> None:
+            for stage in rules:
+                stage.apply(changed, step.rows, step.positions)
+
+        drawing = DrawStep(
+            records=step.there[0],
+            draws=bool((~step.values["greedy"] | (step.values["logprobs"] == LogprobMode.WARPED)).any()),
+            masks=None if step.masks is None else step.there[1],
+            counts=penalties.counts if penalties is not None and penalties.holds(step.rows) else None,
+            counts_tokens=counted,
+            rules=change if rules else None,
+            last_tokens=step.last_tokens,
+        )
+        tokens, source = kernels.draw(logits, drawing)
+
+        def logits_of(some: NDArray[np.intp]) -> torch.Tensor:
+            found = source[upload(some, source.device)].float()
+            shift_and_divide(found, found.amax(dim=-1), step.values["temperature"][some])
+            return found
+
+        return Drawn(tokens, logits_of, lambda _, some: kernels.edges(upload(some, source.device)))
+
+    def _by_operations(self, logits: torch.Tensor, step: RowsAhead) -> Drawn:
+        if step.masks is not None:
+            forbid(logits, upload(step.masks.index, logits.device), step.there[1])
+        values, scaled = step.values, logits
+        if step.worked.any():
+            scaled = logits.to(torch.float32, copy=True)
+            top, tokens = change_and_scale(scaled, self.stages, step.rows, step.positions, values["temperature"])
+        else:
+            top, tokens = logits.max(dim=-1)
         drawn = np.flatnonzero(~values["greedy"])
-        if len(drawn) == len(rows):
-            tokens = self.draw_tokens(logits, choices_of(values, positions))
+        if len(drawn) == len(step.rows):
+            tokens = draw_cuda.draw(scaled, choices_of(values, step.positions))
         elif len(drawn):
             index = upload(drawn, logits.device)
-            some = self.draw_tokens(logits[index], choices_of(values[drawn], positions[drawn]))
+            some = draw_cuda.draw(scaled[index], choices_of(values[drawn], step.positions[drawn]))
             tokens = tokens.index_copy(0, index, some)
-        return torch.where(torch.isfinite(top), tokens, -1)
+        tokens = torch.where(torch.isfinite(top), tokens, -1)
+        if step.last_tokens is not None:
+            step.last_tokens.index_copy_(0, step.there[0][:, _PLACE], tokens.clamp(min=0))
 
-    def asked(
-        self,
-        tokens: torch.Tensor,
-        scaled: torch.Tensor,
-        places: NDArray[np.int64],
-        rows: NDArray[np.int32],
-        values: NDArray[np.void],
-        positions: NDArray[np.int64],
-    ) -> Ahead:
-        """Add what rows report; `scaled[i]` are the logits of `rows[i]`, which is at `places[i]` of the step."""
-        wanted = [self.wanted.get(row) for row in rows.tolist()] if self.wanted else [None] * len(rows)
-        found = [each if each is not None and (each.top or len(each.ids)) else None for each in wanted]
-        asks = (values["logprobs"] > 0) | np.array([each is not None for each in found])
-        asking = np.flatnonzero(asks)
-        if not len(asking):
-            return Ahead(tokens)
+        def edges_of(found: torch.Tensor, some: NDArray[np.intp]) -> Edge:
+            return draw_cuda.edges_of(found, choices_of(values[some], step.positions[some]))
 
-        def logits_of(some: slice) -> torch.Tensor:
-            part = asking[some]
-            logits = scaled[upload(part, scaled.device)]
-            warped = np.flatnonzero(values["logprobs"][part] == LogprobMode.WARPED)
-            if len(warped):
-                index = upload(warped, scaled.device)
-                choices = choices_of(values[part[warped]], positions[part[warped]])
-                kept = draw_cuda.kept(logits[index], choices)
-                logits[index] = torch.where(kept, logits[index], -torch.inf)
-            return logits
+        return Drawn(tokens, lambda some: scaled[upload(some, scaled.device)], edges_of)
 
-        asked = AskingRows(places[asking], rows[asking], positions[asking], [found[i] for i in asking.tolist()])
-        return with_reports(tokens, asked, scaled.shape[1], logits_of)
+    def _asked(self, step: RowsAhead) -> AskingRows | None:
+        """Return the rows that report more than a token; None if there are none."""
+        asks = step.values["logprobs"] > 0
+        if not self.wanted and not asks.any():
+            return None
+        wanted = [self.wanted.get(row) for row in step.rows.tolist()]
+        found = [each if each is not None and each.any else None for each in wanted]
+        index = np.flatnonzero(asks | np.array([each is not None for each in found]))
+        if not len(index):
+            return None
+        return AskingRows(index, step.rows[index], step.positions[index], [found[i] for i in index.tolist()])
+
+
+def _reported(drawn: Drawn, asked: AskingRows, step: RowsAhead, width: int) -> Ahead:
+    """Add what rows report to the tokens of a step."""
+
+    def logits_of(some: slice) -> torch.Tensor:
+        part = asked.index[some]
+        logits = drawn.logits_of(part)
+        warped = np.flatnonzero(step.values["logprobs"][part] == LogprobMode.WARPED)
+        if len(warped):
+            index = upload(warped, logits.device)
+            found = logits[index]
+            kept = draw_cuda.within(found, drawn.edges_of(found, part[warped]))
+            logits[index] = torch.where(kept, found, -torch.inf)
+        return logits
+
+    return with_reports(drawn.tokens, asked, width, logits_of)

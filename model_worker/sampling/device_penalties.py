@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from model_worker.device_copy import upload
-from model_worker.sampling.columns import Columns, PenaltyColumns
+from model_worker.sampling.columns import PenaltyColumns, penalise
+from model_worker.sampling.draw_records import RecordTable
 from model_worker.sampling.penalties import PenalizedRow, PenaltyStage
 from model_worker.sampling.stages import JoiningRow
 
@@ -28,11 +29,12 @@ def most_bytes(max_rows: int, vocab_size: int) -> int:
 class DevicePenaltyStage(PenaltyStage):
     """The rows with penalties. The table grows with their number."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, records: RecordTable) -> None:
+        """The rows' penalties are in their `records`, too."""
         super().__init__(max_rows, vocab_size)
-        self.columns = Columns()
         self._device = device
-        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._records = records
+        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._slots = np.full(max_rows, -1, np.int64)
         self._free: list[int] = []
 
@@ -47,10 +49,11 @@ class DevicePenaltyStage(PenaltyStage):
         if state is None:
             return
         slot = self._slots[row] = self._free.pop()
-        self._counts[slot].zero_()
+        self._records.penalise(row, slot, self._values[row])
+        self.counts[slot].zero_()
         if len(state.seen.ids):
             ids = upload(state.seen.ids.astype(np.int64), self._device)
-            self._counts[slot].index_copy_(0, ids, upload(state.seen.counts.astype(np.int32), self._device))
+            self.counts[slot].index_copy_(0, ids, upload(state.seen.counts.astype(np.int32), self._device))
 
     def drop(self, row: int) -> None:
         super().drop(row)
@@ -70,10 +73,10 @@ class DevicePenaltyStage(PenaltyStage):
             first=np.where(whole, values["repetition"], one),
             last=np.where(whole, one, values["repetition"]),
         )
-        self.columns.penalise(logits, self._counts, index.astype(np.int64), self._slots[rows], columns)
+        penalise(logits, self.counts, index.astype(np.int64), self._slots[rows], columns)
 
     def follow(self, row: int, token: int) -> None:
-        self._counts[int(self._slots[row]), token] += 1
+        self.counts[int(self._slots[row]), token] += 1
 
     def chosen(self, rows: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
         self.launched(rows, upload(tokens, self._device))
@@ -82,15 +85,15 @@ class DevicePenaltyStage(PenaltyStage):
         index = np.flatnonzero(self._held[rows])
         if not len(index):
             return
-        width = self._counts.shape[1]
+        width = self.counts.shape[1]
         found, starts = upload(np.stack([index, self._slots[rows[index]] * width]), self._device)
         ones = torch.ones(len(index), dtype=torch.int32, device=self._device)
         # A row without a token, -1, has ended.
-        self._counts.view(-1).index_add_(0, starts + tokens[found].clamp(min=0), ones)
+        self.counts.view(-1).index_add_(0, starts + tokens[found].clamp(min=0), ones)
 
     def _grow(self) -> None:
         """Double the table. ValueError where the device has no memory for it."""
-        held, width = self._counts.shape
+        held, width = self.counts.shape
         size = min(max(4, 2 * held), len(self._slots))
         try:
             counts: Any = torch.zeros((size, width), dtype=torch.int32, device=self._device)
@@ -99,6 +102,6 @@ class DevicePenaltyStage(PenaltyStage):
                 f"the GPU has no memory to count tokens for penalties ({size * width * COUNT_BYTES >> 20} MiB): "
                 "leave the penalties out, or lower kv_memory"
             ) from None
-        counts[:held] = self._counts
-        self._counts = counts
+        counts[:held] = self.counts
+        self.counts = counts
         self._free += range(held, size)

@@ -12,7 +12,7 @@ import torch
 
 from model_worker.device_copy import upload
 from model_worker.sampling import rng
-from model_worker.sampling.draw import NARROW, Choices, CutColumns, edge_in_prefix
+from model_worker.sampling.draw import NARROW, Choices, CutColumns, Edge, edge_in_prefix
 
 # Logits handled at a time: each of a few temporaries takes 128 MB.
 CHUNK = 1 << 24
@@ -42,6 +42,11 @@ def _draw_part(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
 
 def kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
     """Return which tokens are kept: bool[rows, vocabulary]."""
+    return within(scaled, edges_of(scaled, choices))
+
+
+def edges_of(scaled: torch.Tensor, choices: Choices) -> Edge:
+    """Return where the kept tokens of each row end."""
     columns = (choices.top_k.astype(np.int64), choices.top_p, choices.log_min_p)
     asked = CutColumns(*(upload(column, scaled.device) for column in columns))
     # With few tokens to keep, a prefix of the order shows the edge; else it may need all of it.
@@ -49,6 +54,10 @@ def kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
         ordered = torch.topk(scaled, widest).values
     else:
         ordered = torch.sort(scaled, descending=True).values
-    edge, _ = edge_in_prefix(scaled, ordered, asked)
+    return edge_in_prefix(scaled, ordered, asked)[0]
+
+
+def within(scaled: torch.Tensor, edge: Edge) -> torch.Tensor:
+    """Return which tokens are before the edges of their rows: bool[rows, vocabulary]."""
     tied = scaled == edge.value[:, None]
     return (scaled > edge.value[:, None]) | (tied & (tied.cumsum(-1) <= edge.ties[:, None]))

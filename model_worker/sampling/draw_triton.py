@@ -1,106 +1,218 @@
-"""The draw of `draw.py` on a GPU with our own Triton kernels: no sort, and noise only for the tokens that are kept.
+"""The draw of `draw.py` on a GPU in our own Triton kernels: no sort, and noise only for the tokens that are kept.
 
-The tokens are those of `draw_cuda.py`, which is used where the kernels are missing or do not prove themselves. Knows no
-requests, penalties or row table.
+Four launches, or two where no row is drawn: one reads all logits, applies masks and penalties
+and finds the largest of each tile; one finds where a row's kept tokens end; one draws in each part of a row; and one
+takes a row's token from those of its parts, counts it, and puts it where the next step finds it. Knows records of rows;
+knows no requests.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from model_worker.attention.triton import missing
-from model_worker.device_copy import upload_together
-from model_worker.sampling import draw_cuda
-from model_worker.sampling.draw import Choices
+from model_worker.cuda.draw_record import NAMES
+from model_worker.sampling.draw import Edge
 
-log = logging.getLogger(__name__)
-
-Draw = Callable[[torch.Tensor, Choices], torch.Tensor]
-
-# Logits that a program reads at a time, and times that it does so for the noise.
+# Logits of a tile, and tiles that a program reads.
 _BLOCK = 1024
 _BLOCKS = 8
-# The same of the search for edges, in which a row has one program.
+# Logits that the search for edges, in which a row has one program, reads at a time, and its warps.
 _EDGE_BLOCK = 4096
 _EDGE_WARPS = 16
 # Tokens of a row that may lie before the edge or at it, for a search among these alone.
 _ROOM = 4096
-# Rows of the proof.
-_PROOF_ROWS = 16
 
 
-def draw(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
-    """Draw tokens i64[rows] for rows that are not greedy, whose logits arrive shifted and scaled, in float32."""
-    from model_worker.cuda import draw_kernels as kernels
+@dataclass(frozen=True)
+class DrawStep:
+    """What a draw takes of a step. `records` are i64[rows, words], in the order of draw_record.py."""
 
-    rows, width = scaled.shape
-    device = scaled.device
-    if scaled.stride(1) != 1:
-        scaled = scaled.contiguous()
-    kinds = {"top_p": np.float64, "top_k": np.int32, "log_min_p": np.float32}
-    columns = [choices.keys.view(np.int64), *(getattr(choices, name).astype(kind) for name, kind in kinds.items())]
-    keys, top_p, top_k, log_min_p = upload_together(columns, device)
-    edges = torch.empty(rows, dtype=torch.float32, device=device)
-    ties = torch.empty(rows, dtype=torch.int32, device=device)
-    scratch = torch.empty(rows, _ROOM, dtype=torch.float32, device=device)
-    kernels.edge_kernel[(rows,)](
-        edges,
-        ties,
-        scratch,
-        scaled,
-        top_k,
-        top_p,
-        log_min_p,
-        scaled.stride(0),
-        width,
-        BLOCK=_EDGE_BLOCK,
-        ROOM=_ROOM,
-        num_warps=_EDGE_WARPS,
-    )
-    parts = -(-width // (_BLOCK * _BLOCKS))
-    scores = torch.empty(rows, parts, dtype=torch.float64, device=device)
-    tokens = torch.empty(rows, parts, dtype=torch.int64, device=device)
-    kernels.pick_kernel[(rows, parts)](
-        scores, tokens, scaled, keys, edges, ties, scaled.stride(0), width, parts, BLOCK=_BLOCK, BLOCKS=_BLOCKS
-    )
-    # The first of equal scores, as everywhere.
-    return tokens.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+    records: torch.Tensor
+    # Whether the largest logits are not enough: a row is drawn, or its kept tokens are wanted.
+    draws: bool
+    # Bitmasks i32[n, words] of rows.
+    masks: torch.Tensor | None = None
+    # Counts i32[slots, width] of tokens, where rows are penalised.
+    counts: torch.Tensor | None = None
+    # Whether the drawn tokens are counted.
+    counts_tokens: bool = True
+    # Changes logits f32[rows, width] behind the penalties.
+    rules: Callable[[torch.Tensor], None] | None = None
+    # i64[all rows]: the last token of each place.
+    last_tokens: torch.Tensor | None = None
 
 
-def proven(device: torch.device, width: int) -> Draw:
-    """Return the draw of a GPU: this one, if it draws what `draw_cuda` draws from random logits, else that one."""
-    reason = missing()
-    if reason is None:
-        try:
-            if _draws_the_same(device, width):
-                return draw
-            reason = "the kernels draw other tokens"
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers and drivers have errors of their own
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-    log.warning("tokens are drawn by torch's operations, which sort: %s", reason)
-    return draw_cuda.draw
+class _Memory(NamedTuple):
+    """What kernels tell each other: the same memory in all steps, which follow each other."""
+
+    tops: torch.Tensor
+    firsts: torch.Tensor
+    row_tops: torch.Tensor
+    edges: torch.Tensor
+    ties: torch.Tensor
+    scratch: torch.Tensor
+    scores: torch.Tensor
+    picked: torch.Tensor
 
 
-def _draws_the_same(device: torch.device, width: int) -> bool:
-    rng = np.random.default_rng(0)
-    rows = _PROOF_ROWS
-    # Peaked and flat rows, and some of few different logits, which are equal at edges.
-    logits = rng.normal(0, 1, (rows, width)) * np.geomspace(0.1, 8, rows)[:, None]
-    logits[::4] = np.round(logits[::4])
-    scaled = torch.from_numpy(logits.astype(np.float32)).to(device)
-    scaled -= scaled.max(-1, keepdim=True).values
-    choices = Choices(
-        greedy=np.zeros(rows, np.bool_),
-        top_k=np.where(np.arange(rows) % 3 == 0, min(40, width), width).astype(np.int32),
-        top_p=np.where(np.arange(rows) % 2 == 0, 0.9, 1.0),
-        log_min_p=np.where(np.arange(rows) % 5 == 0, np.log(0.02), -np.inf).astype(np.float32),
-        keys=rng.integers(0, 1 << 63, rows).astype(np.uint64),
-        logprobs=np.zeros(rows, np.int8),
-    )
-    return torch.equal(draw(scaled, choices), draw_cuda.draw(scaled, choices))
+class TritonDraw:
+    """Draws from logits that are `width` wide."""
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        self._device = device
+        self._width = width
+        self._tiles = -(-width // _BLOCK)
+        self._parts = -(-self._tiles // _BLOCKS)
+        self._memory: _Memory | None = None
+
+    def draw(self, logits: torch.Tensor, step: DrawStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens i64[rows], -1 for a bad row, and the logits that they were drawn from.
+
+        Those are `logits`, in which masks were applied, or a copy as float32 if more has changed them.
+        """
+        assert step.records.shape == (len(logits), len(NAMES))
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        source, masks, counts = logits, step.masks, step.counts
+        if counts is not None or step.rules is not None:
+            source = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
+            self._extremes(logits, source, step.records, masks, counts)
+            if step.rules is not None:
+                step.rules(source)
+                self._extremes(source, None, step.records, None, None)
+        else:
+            self._extremes(logits, None, step.records, masks, None)
+        if step.draws:
+            self._draw(source, step.records)
+        return self._finish(step), source
+
+    def edges(self, rows: torch.Tensor) -> Edge:
+        """Return where the kept tokens of some rows of the last step end, if it had any to draw."""
+        memory = self._room(0)
+        return Edge(memory.edges[rows], memory.ties[rows])
+
+    def _room(self, rows: int) -> _Memory:
+        if self._memory is None or len(self._memory.edges) < rows:
+
+            def empty(dtype: torch.dtype, *more: int) -> torch.Tensor:
+                return torch.empty(rows, *more, dtype=dtype, device=self._device)
+
+            self._memory = _Memory(
+                tops=empty(torch.float32, self._tiles),
+                firsts=empty(torch.int32, self._tiles),
+                row_tops=empty(torch.float32),
+                edges=empty(torch.float32),
+                ties=empty(torch.int32),
+                scratch=empty(torch.float32, _ROOM),
+                scores=empty(torch.float64, self._parts),
+                picked=empty(torch.int64, self._parts),
+            )
+        return self._memory
+
+    def _extremes(
+        self,
+        logits: torch.Tensor,
+        changed: torch.Tensor | None,
+        records: torch.Tensor,
+        masks: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None:
+        from model_worker.cuda.extremes_kernel import extremes_kernel
+
+        memory = self._room(len(logits))
+        extremes_kernel[(len(logits), self._parts)](
+            memory.tops,
+            memory.firsts,
+            memory.tops if changed is None else changed,
+            logits,
+            records,
+            memory.firsts if masks is None else masks,
+            memory.firsts if counts is None else counts,
+            logits.stride(0),
+            self._width if changed is None else changed.stride(0),
+            self._width if counts is None else counts.stride(0),
+            self._width,
+            0 if masks is None else masks.shape[1],
+            self._tiles,
+            MASKS=masks is not None,
+            PENALTIES=counts is not None,
+            COPY=changed is not None,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS,
+        )
+
+    def _draw(self, logits: torch.Tensor, records: torch.Tensor) -> None:
+        from model_worker.cuda.edge_kernel import edge_kernel
+        from model_worker.cuda.pick_kernel import pick_kernel
+
+        rows, memory = len(logits), self._room(len(logits))
+        edge_kernel[(rows,)](
+            memory.edges,
+            memory.ties,
+            memory.row_tops,
+            memory.scratch,
+            memory.tops,
+            logits,
+            records,
+            logits.stride(0),
+            self._width,
+            self._tiles,
+            TILE=_BLOCK,
+            TILES=_power_of_two(self._tiles),
+            BLOCK=_EDGE_BLOCK,
+            ROOM=_ROOM,
+            num_warps=_EDGE_WARPS,
+        )
+        pick_kernel[(rows, self._parts)](
+            memory.scores,
+            memory.picked,
+            logits,
+            memory.tops,
+            memory.row_tops,
+            memory.edges,
+            memory.ties,
+            records,
+            logits.stride(0),
+            self._width,
+            self._tiles,
+            self._parts,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS,
+        )
+
+    def _finish(self, step: DrawStep) -> torch.Tensor:
+        from model_worker.cuda.finish_kernel import finish_kernel
+
+        rows = len(step.records)
+        memory = self._room(rows)
+        tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
+        counts = step.counts if step.counts_tokens else None
+        finish_kernel[(rows,)](
+            tokens,
+            tokens if step.last_tokens is None else step.last_tokens,
+            memory.firsts if counts is None else counts,
+            memory.tops,
+            memory.firsts,
+            memory.scores,
+            memory.picked,
+            step.records,
+            self._width if counts is None else counts.stride(0),
+            self._tiles,
+            self._parts,
+            DRAWS=step.draws,
+            KEEPS=step.last_tokens is not None,
+            COUNTS=counts is not None,
+            TILES=_power_of_two(self._tiles),
+            PARTS=_power_of_two(self._parts),
+            num_warps=1,
+        )
+        return tokens
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two from 2 on that is at least `number`."""
+    return max(2, 1 << (number - 1).bit_length())

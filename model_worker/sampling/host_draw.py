@@ -16,6 +16,7 @@ from interfaces import LogprobMode, LogprobReports
 from model_worker.sampling.draw import choose, only_kept
 from model_worker.sampling.logprobs import ReportBuilder, Wanted
 from model_worker.sampling.row_values import choices_of
+from model_worker.sampling.scaling import change_and_scale
 from model_worker.sampling.stages import AnyStage
 from model_worker.sampling.typical import only_typical
 
@@ -41,9 +42,11 @@ class HostDraw:
         `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
         other truncations are done there and gone from `values`.
         """
-        for stage in self.stages:
-            stage.apply(logits, rows, positions)
-        first, bad = self._scale(logits, values["temperature"])
+        top, first = change_and_scale(logits, self.stages, rows, positions, values["temperature"])
+        bad = ~torch.isfinite(top).cpu().numpy()
+        if bad.any():
+            # Zeros keep the rest of the batch free of special cases; the row's token is thrown away.
+            logits[_on_device(np.flatnonzero(bad), logits.device)] = 0.0
         typical = np.flatnonzero(values["typical_p"] < 1)
         drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
         tokens, logprobs = choose(drawn, first, choices_of(values, positions), self.has_kernels)
@@ -88,7 +91,7 @@ class HostDraw:
     ) -> LogprobReports | None:
         """Report the most probable and the named tokens, for rows that want it, by the distribution of the row's
         mode."""
-        asking = {row for row, wanted in self.wanted.items() if wanted.top or len(wanted.ids)}
+        asking = {row for row, wanted in self.wanted.items() if wanted.any}
         wanted = [i for i, row in enumerate(rows.tolist()) if row in asking] if asking else []
         if not wanted:
             return None
@@ -102,20 +105,6 @@ class HostDraw:
             chosen = np.maximum(tokens[part], 0)
             builder.add(int(rows[i]), int(positions[i]), logits, chosen, self.wanted[int(rows[i])])
         return builder.columns()
-
-    def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Shift rows to a largest logit of 0, and divide by the temperature. Returns the first tokens, and which
-        rows are bad."""
-        top, first = logits.max(dim=-1)
-        bad = ~torch.isfinite(top).cpu().numpy()
-        if bad.any():
-            # Zeros keep the rest of the batch free of special cases; the row's token is thrown away.
-            logits[_on_device(np.flatnonzero(bad), logits.device)] = 0.0
-            top = torch.where(torch.isfinite(top), top, 0.0)
-        logits.sub_(top[:, None])
-        if (temperature != 1).any():
-            logits.div_(_on_device(temperature, logits.device)[:, None])
-        return first, bad
 
 
 def _on_device(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -25,6 +25,11 @@ class Wanted:
     top: int
     ids: NDArray[np.int64]
 
+    @property
+    def any(self) -> bool:
+        """Whether the row wants more than the chosen token's."""
+        return bool(self.top or len(self.ids))
+
 
 CHOSEN_ONLY = Wanted(0, np.empty(0, np.int64))
 

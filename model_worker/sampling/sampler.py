@@ -37,17 +37,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
-from model_worker.device_copy import upload
-from model_worker.sampling import columns, draw_triton
+from model_worker.device_copy import upload_together
+from model_worker.sampling import draw_proof
 from model_worker.sampling.ahead import Ahead
-from model_worker.sampling.device_draw import DeviceDraw
+from model_worker.sampling.device_draw import DeviceDraw, RowsAhead
 from model_worker.sampling.device_penalties import DevicePenaltyStage
+from model_worker.sampling.draw_records import RecordTable, RowMasks
+from model_worker.sampling.draw_triton import TritonDraw
 from model_worker.sampling.host_draw import HostDraw
 from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.sampling.penalties import PenaltyStage
@@ -109,10 +112,10 @@ class SamplerRows:
         self._vocab_size = vocab_size
         self._device = device
         self._wanted: dict[int, Wanted] = {}
-        self.columns = columns.Columns()
+        self._records = RecordTable(max_rows)
         self._processed = ProcessedRows(max_rows, processors or {})
         there = device.type != "cpu" if counts_there is None else counts_there
-        self._device_penalties = DevicePenaltyStage(max_rows, vocab_size, device) if there else None
+        self._device_penalties = DevicePenaltyStage(max_rows, vocab_size, device, self._records) if there else None
         # In the order of their operations.
         self._stages: tuple[AnyStage, ...] = (
             Watermark(max_rows),
@@ -121,7 +124,7 @@ class SamplerRows:
             self._processed,
         )
         self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
-        self._device_draw = DeviceDraw(self._stages, self._wanted)
+        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._wanted)
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for."""
@@ -131,17 +134,12 @@ class SamplerRows:
         arguments = (torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
         neutral.sample(*arguments)
         if self._device.type == "cuda":
-            self._device_draw.draw_tokens = draw_triton.proven(self._device, self._vocab_size)
-            neutral.use_columns(columns.proven(self._device))
-            self.use_columns(neutral.columns)
-            neutral._device_draw.draw_tokens = self._device_draw.draw_tokens
-            neutral.sample_ahead(*arguments)
+            both = (SamplerRows(draw_proof.ROWS, self._vocab_size, self._device) for _ in range(2))
+            self.use_kernels(draw_proof.proven(*both, self._device))
 
-    def use_columns(self, used: columns.Columns) -> None:
-        """Change logits in this way from now on."""
-        self.columns = used
-        if self._device_penalties is not None:
-            self._device_penalties.columns = used
+    def use_kernels(self, kernels: TritonDraw | None) -> None:
+        """Draw ahead by these kernels from now on; None: by torch's operations."""
+        self._device_draw.kernels = kernels
 
     def join(
         self,
@@ -160,6 +158,7 @@ class SamplerRows:
         wanted = Wanted(params.top_logprobs, known_tokens("logprob_ids", params.logprob_ids, self._vocab_size))
         processed = states[-1] is not None
         self._table[row] = row_values(params, len(prompt), self._vocab_size, processed)
+        self._records.hold(row, self._table[row])
         if params.reports:
             self._wanted[row] = wanted
         for stage, state in zip(self._stages, states, strict=True):
@@ -171,6 +170,7 @@ class SamplerRows:
         self._wanted.pop(row, None)
         for stage in self._stages:
             stage.drop(row)
+        self._records.drop(row)
         self._table[row] = np.zeros((), ROW_VALUES)
 
     def follow(self, row: int, tokens: Sequence[int]) -> None:
@@ -227,28 +227,33 @@ class SamplerRows:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Ahead:
+    def arrays(
+        self, rows: NDArray[np.int32], positions: NDArray[np.int64], masks: RowMasks | None = None
+    ) -> list[NDArray[Any]]:
+        """Return what `sample_ahead` wants on the device, so that it goes there with something else."""
+        return self._records.arrays(rows, positions, masks)
+
+    def sample_ahead(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        there: Sequence[torch.Tensor] | None = None,
+        masks: RowMasks | None = None,
+        last_tokens: torch.Tensor | None = None,
+    ) -> Ahead:
         """Sample rows of which none `waits`. Tokens and what is reported of them stay on the device.
 
-        The host waits for nothing. What is counted of the drawn tokens is changed last.
+        The host waits for nothing. `there` are the `arrays` of these rows; without them they are sent now. `masks` are
+        applied to the logits, in place. `last_tokens` i64[all rows] get each row's token. What is counted of the
+        drawn tokens is changed last.
         """
         values = self._gather(logits, rows, positions)
-        logits = logits[:, : self._vocab_size]
-        worked = np.flatnonzero(self.needs_logits(rows, positions))
-        if len(worked) < len(rows) or not len(rows):
-            top, tokens = logits.max(dim=-1)
-            tokens = self.columns.finish(tokens, top)
-        if not len(worked):
-            return Ahead(tokens)
-        index = None if len(worked) == len(rows) else upload(worked, logits.device)
-        scaled = logits.to(torch.float32, copy=True) if index is None else logits[index].float()
-        columns = rows[worked], values[worked], positions[worked]
-        drawn = self._device_draw.draw(scaled, *columns)
-        tokens = drawn if index is None else tokens.index_copy(0, index, drawn)
-        ahead = self._device_draw.asked(tokens, scaled, worked, *columns)
-        for stage in self._stages:
-            stage.launched(rows, tokens)
-        return ahead
+        if there is None:
+            there = upload_together(self.arrays(rows, positions, masks), logits.device)
+        worked = values["worked"] | (positions < values["may_stop_at"])
+        step = RowsAhead(rows, values, positions, worked, there, masks, last_tokens)
+        return self._device_draw.draw(logits[:, : self._vocab_size], step)
 
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]

@@ -73,6 +73,10 @@ class Stage(ABC, Generic[S]):
         self._states.pop(row, None)
         self._held[row] = False
 
+    def holds(self, rows: NDArray[np.int32]) -> bool:
+        """Whether any of these rows asks for this stage."""
+        return bool(self._states) and bool(self._held[rows].any())
+
     def apply(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> None:
         """Change the logits of those of the `rows` that this stage holds; `logits[i]` are those of `rows[i]`."""
         if not self._states:

@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 
 from model_worker.attention.triton import PIECE, _shape
 from model_worker.cuda import (
-    column_kernels,
-    draw_kernels,
+    edge_kernel,
+    extremes_kernel,
     fill_kernel,
     finish_kernel,
     fp8_block_kernel,
@@ -27,6 +27,7 @@ from model_worker.cuda import (
     kv_write_kernel,
     norm_kernel,
     paged_attention,
+    pick_kernel,
     rotary_kernel,
 )
 
@@ -38,28 +39,14 @@ POINTERS = {
     "total": "*fp32",
     "part": "*fp32",
     "sinks": "*fp32",
-    "scaled": "*fp32",
-    "edges": "*fp32",
-    "scratch": "*fp32",
-    "ties": "*i32",
-    "top_k": "*i32",
-    "top_p": "*fp64",
-    "log_min_p": "*fp32",
+    **dict.fromkeys(("tops", "row_tops", "edges", "scratch", "changed"), "*fp32"),
+    **dict.fromkeys(("firsts", "ties", "masks"), "*i32"),
+    **dict.fromkeys(("records", "picked", "tokens", "slots"), "*i64"),
     "scores": "*fp64",
-    "tokens": "*i64",
-    "keys": "*i64",
-    "slots": "*i64",
-    "index": "*i64",
-    "masks": "*i32",
-    "places": "*i64",
     **dict.fromkeys(("positions", "owners", "last_tokens", "logit_positions"), "*i64"),
     **dict.fromkeys(("tokens_to", "positions_to", "slots_to", "logit_positions_to"), "*i64"),
     **dict.fromkeys(("tables", "tables_to", "kv_len_to", "query_start_to"), "*i32"),
     "counts": "*i32",
-    "frequency": "*fp32",
-    "presence": "*fp32",
-    "first": "*fp32",
-    "last": "*fp32",
     "epsilon": "fp32",
     "scale": "fp32",
     "softcap": "fp32",
@@ -73,12 +60,12 @@ FP8_TARGETS = ("sm_89", "sm_90")
 
 # Tensors of the model's dtype.
 OF_THE_MODEL = (
-    *("q", "k", "v", "k_cache", "v_cache", "out", "x", "gate", "up", "logits", "top"),
+    *("q", "k", "v", "k_cache", "v_cache", "out", "x", "gate", "up", "logits"),
     *("weight", "inner", "residual", "rows", "cos", "sin", "q_weight", "k_weight", "bias"),
 )
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
-    *("edge", "add and norm", "rotary", "gate", *OF_FP8, "pick", "mask", "penalty"),
+    *("extremes", "edge", "pick", "finish", "add and norm", "rotary", "gate", *OF_FP8),
 )
 
 
@@ -106,7 +93,13 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "merge", paged_attention.merge_kernel, merged, "bf16"
     sizes = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "K_WIDE": 128, "V_WIDE": 128}
     yield "write", kv_write_kernel.write_kernel, sizes, "bf16"
-    yield "edge", draw_kernels.edge_kernel, {"BLOCK": 1024, "ROOM": 4096}, "fp32"
+    flags = dict.fromkeys(("MASKS", "PENALTIES", "COPY"), True)
+    yield "extremes", extremes_kernel.extremes_kernel, {**flags, "BLOCK": 1024, "BLOCKS": 8}, "bf16"
+    tiles = {"TILE": 1024, "TILES": 256}
+    yield "edge", edge_kernel.edge_kernel, {**tiles, "BLOCK": 4096, "ROOM": 4096}, "bf16"
+    yield "pick", pick_kernel.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "bf16"
+    ends = {**dict.fromkeys(("DRAWS", "KEEPS", "COUNTS"), True), "TILES": 256, "PARTS": 32}
+    yield "finish", finish_kernel.finish_kernel, ends, "bf16"
     yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
     norms = {"WIDTH": 1024, "WIDE": 1024, "FORM": 0, "INNER": True}
     yield "add and norm", norm_kernel.add_norm_kernel, norms, "bf16"
@@ -115,8 +108,6 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "rotary", rotary_kernel.rotary_kernel, {**heads, **both}, "bf16"
     yield "fill decode", fill_kernel.fill_decode_kernel, {"BLOCK": 256}, "bf16"
     yield "fill mixed", fill_kernel.fill_mixed_kernel, {"BLOCK": 256}, "bf16"
-    yield "finish", finish_kernel.finish_kernel, {"BLOCK": 128}, "bf16"
-    yield "keep", finish_kernel.keep_kernel, {"BLOCK": 128}, "bf16"
     yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
     rounding = {"LARGEST": 448.0, "LEAST_SCALE": 1e-12}
     yield "round", fp8_kernel.round_kernel, {**rounding, "BLOCK": 1024}, "bf16"
@@ -124,9 +115,6 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     for name, (_, rows, columns, _, _) in zip(OF_FP8[2:], fp8_block_kernel.TILES, strict=True):
         tile = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "TOGETHER": 8, "BIASED": True}
         yield name, fp8_block_kernel.block_product_kernel, tile, "bf16"
-    yield "pick", draw_kernels.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "fp32"
-    yield "mask", column_kernels.mask_kernel, {"BLOCK": 1024}, "bf16"
-    yield "penalty", column_kernels.penalty_kernel, {"BLOCK": 1024}, "fp32"
 
 
 def main(arguments: list[str]) -> None:

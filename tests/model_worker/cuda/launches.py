@@ -19,11 +19,12 @@ WIDE = 64
 
 
 class Launches(TorchDispatchMode):
-    """The names of launches, in order; what made a float64 tensor of more than WIDE elements; and what copied from the
-    host, which a recording cannot."""
+    """The names of launches, in order; what made a float64 tensor of more than `wide` elements; and what copied from
+    the host, which a recording cannot."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: int = WIDE) -> None:
         super().__init__()
+        self._wide = wide
         self.names: list[str] = []
         self.wide_doubles: list[str] = []
         self.from_host: list[str] = []
@@ -50,17 +51,17 @@ class Launches(TorchDispatchMode):
         if "cpu" in devices and any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(result)):
             self.from_host.append(name)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 and leaf.numel() > WIDE:
+            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 and leaf.numel() > self._wide:
                 self.wide_doubles.append(name)
         return result
 
 
 @contextmanager
-def counted_launches(monkeypatch: pytest.MonkeyPatch, run: bool = True) -> Iterator[Launches]:
+def counted_launches(monkeypatch: pytest.MonkeyPatch, run: bool = True, wide: int = WIDE) -> Iterator[Launches]:
     """Count within this context. Without `run` Triton's kernels are counted only, as fake tensors want it."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    launches = Launches()
+    launches = Launches(wide)
     interpret = InterpretedFunction.run
 
     def count(self: Any, *arguments: Any, **named: Any) -> None:

@@ -18,9 +18,11 @@ from model_worker.execution.overlap_cpu import OverlapCpu
 from model_worker.execution.overlap_cuda import OverlapCuda
 from model_worker.execution.speculation import Speculation
 from model_worker.execution.synchronous import Synchronous
+from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.masks import Masks
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
+from model_worker.sampling.draw_records import RowMasks
 from tests.model_worker.execution.tiny_worker import ROWS, TinyWorker, join
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 
@@ -167,10 +169,17 @@ class Ascending:
     def constrain(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(rows == 1)
 
-    def apply(self, logits: Any, rows: np.ndarray, columns: Any) -> dict[int, str]:
-        with torch.inference_mode():
-            logits[np.flatnonzero(rows == 1).tolist(), : self.last + 1] = -np.inf
-        return {}
+    def of(self, rows: np.ndarray) -> tuple[RowMasks | None, dict[int, str]]:
+        index = np.flatnonzero(rows == 1)
+        bits = np.ones((len(index), -(-VOCAB // 32) * 32), np.uint8)
+        bits[:, : self.last + 1] = 0
+        return RowMasks(index, np.packbits(bits, axis=1, bitorder="little").view(np.int32)), {}
+
+    def apply(self, logits: Any, rows: np.ndarray) -> dict[int, str]:
+        masks, failed = self.of(rows)
+        assert masks is not None
+        apply_masks(logits, *masks)
+        return failed
 
     def flush(self) -> None:
         """Nothing is sent anywhere."""

@@ -11,7 +11,9 @@ import torch
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.grammar.apply_mask import apply_masks
-from model_worker.sampling import ahead, columns
+from model_worker.sampling import ahead, draw_triton
+from model_worker.sampling.draw_records import RowMasks
+from model_worker.sampling.draw_triton import TritonDraw
 from model_worker.sampling.sampler import SamplerRows
 from tests.model_worker.cuda.interpreter import find_triton
 
@@ -51,44 +53,47 @@ def assert_alike(got: LogprobReports | None, want: LogprobReports | None) -> Non
             np.testing.assert_array_equal(found, column, name)
 
 
-@pytest.mark.parametrize("used", [columns.OPERATIONS, columns.Columns(kernels=True)], ids=["operations", "kernels"])
-def test_steps_drawn_ahead_equal_the_hosts(used: columns.Columns, monkeypatch: pytest.MonkeyPatch) -> None:
-    if used.kernels:
+@pytest.mark.parametrize("kernels", [False, True], ids=["operations", "kernels"])
+def test_steps_drawn_ahead_equal_the_hosts(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels:
         find_triton()
         pytest.importorskip("triton", reason="triton is not installed (make setup-test)")
-        monkeypatch.setattr(columns, "_BLOCK", 32)
+        for name, value in (("_BLOCK", 32), ("_BLOCKS", 2), ("_EDGE_BLOCK", 64), ("_ROOM", 32)):
+            monkeypatch.setattr(draw_triton, name, value)
     # So that reports come in several parts.
     monkeypatch.setattr(ahead, "CHUNK", 2 * VOCAB)
     rng = np.random.default_rng()
     wishes = kinds(rng)
     rows = rng.permutation(len(wishes)).astype(np.int32)
     host, device = SamplerRows(len(rows), VOCAB, CPU), SamplerRows(len(rows), VOCAB, CPU, counts_there=True)
-    device.use_columns(used)
+    device.use_kernels(TritonDraw(CPU, VOCAB) if kernels else None)
+    last_tokens = torch.full((len(rows),), 99)
     prompts = [rng.integers(0, VOCAB, 7).astype(np.int32) for _ in rows]
     for row, prompt, values in zip(rows.tolist(), prompts, wishes, strict=True):
         params = SamplingParams(seed=int(rng.integers(1 << 40)), stop_token_ids=STOPS, **values)
         for sampler in (host, device):
             sampler.join(row, params, STOPS, prompt, prompt[:2])
     assert not device.waits(rows)
-    for step in range(6):
+    # Interpreted kernels are slow.
+    steps = 3 if kernels else 6
+    for step in range(steps):
         # Ties, too.
         logits = torch.from_numpy(rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
         logits[::2] = logits[::2].round()
-        if step == 5:
+        if step == steps - 1:
             logits[rng.integers(len(rows)), 2] = torch.nan
         masks = rng.integers(-(1 << 31), 1 << 31, (3, 3), dtype=np.int64).astype(np.int32)
         masks[0] = 1 << STOPS[0]  # nothing but the end
         index = rng.permutation(len(rows))[:3].astype(np.int64)
         there = logits.clone()
         apply_masks(logits, index, masks)
-        apply_masks(there, index, masks, has_kernels=False, columns=used)
-        assert torch.equal(logits.nan_to_num(99), there.nan_to_num(99))
         positions = np.full(len(rows), 9 + step, np.int64)
         want = host.sample(logits, rows, positions)
-        launched = device.sample_ahead(there, rows, positions)
+        launched = device.sample_ahead(there, rows, positions, None, RowMasks(index, masks), last_tokens)
         tokens, logprobs, reports = launched.read([tensor.numpy() for tensor in launched.tensors])
         bad = np.zeros(len(rows), np.bool_) if want.bad is None else want.bad
         np.testing.assert_array_equal(tokens, np.where(bad, -1, want.tokens))
+        np.testing.assert_array_equal(last_tokens[rows], want.tokens)
         assert logprobs is not None
         assert want.logprobs is not None
         np.testing.assert_allclose(logprobs[~bad], want.logprobs[~bad], rtol=1e-5, atol=1e-6)
@@ -96,17 +101,6 @@ def test_steps_drawn_ahead_equal_the_hosts(used: columns.Columns, monkeypatch: p
         assert reports is not None
         kept = ~np.isin(want.reports.owners, rows[bad])
         assert_alike(reports.select(kept), want.reports.select(kept))
-
-
-def test_the_columns_prove_themselves(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_triton()
-    pytest.importorskip("triton", reason="triton is not installed (make setup-test)")
-    assert columns.proven(CPU).kernels
-    from model_worker.cuda import column_kernels
-
-    monkeypatch.setattr(column_kernels, "penalty_kernel", {(4, 1): lambda *_, **__: None})
-    assert not columns.proven(CPU).kernels
-    assert "the kernels give other logits" in caplog.text
 
 
 def test_a_table_of_counts_grows_and_is_used_again() -> None:

@@ -10,12 +10,15 @@ import torch
 from scipy import stats
 
 from interfaces import SamplingParams
-from model_worker.sampling import draw, draw_cuda, draw_triton
+from model_worker.sampling import draw_proof, draw_triton
+from model_worker.sampling.draw_records import RowMasks
+from model_worker.sampling.draw_triton import DrawStep, TritonDraw
 from model_worker.sampling.sampler import SamplerRows
 from tests.model_worker.cuda.interpreter import need_triton
 
 need_triton()
 
+CPU = torch.device("cpu")
 EMPTY = np.empty(0, np.int32)
 ROWS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -26,76 +29,144 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.2, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
     {"temperature": 1.5, "top_p": 0.01},
     {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 0.9, "top_k": 9, "min_p": 0.1},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.3},
 )
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that narrow rows have several parts, and not all of a row fits into the scratch memory."""
-    monkeypatch.setattr(draw_triton, "_BLOCK", 128)
+    monkeypatch.setattr(draw_triton, "_BLOCK", 64)
     monkeypatch.setattr(draw_triton, "_BLOCKS", 2)
+    monkeypatch.setattr(draw_triton, "_EDGE_BLOCK", 256)
     monkeypatch.setattr(draw_triton, "_ROOM", 128)
-    monkeypatch.setattr(draw_triton, "_PROOF_ROWS", 6)
+
+
+def sampler_of(rows: int, width: int, kernels: bool = True) -> SamplerRows:
+    sampler = SamplerRows(rows, width, CPU, counts_there=True)
+    if kernels:
+        sampler.use_kernels(TritonDraw(CPU, width))
+    return sampler
 
 
 @pytest.mark.parametrize(("width", "levels"), [(5, None), (700, None), (700, 4), (300, 1)])
-def test_tokens_equal_the_samplers(width: int, levels: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_equal_the_samplers(width: int, levels: int | None, dtype: torch.dtype) -> None:
     """`levels` is how many different logits there are, so that many are equal at the edges."""
     rng = np.random.default_rng()
-    sampler = SamplerRows(len(ROWS), width, torch.device("cpu"))
+    sampler = sampler_of(len(ROWS), width)
     held = rng.permutation(len(ROWS)).astype(np.int32)
     for row, values in zip(held.tolist(), ROWS, strict=True):
-        sampler.join(row, SamplingParams(seed=int(rng.integers(1 << 40)), **values), [], EMPTY, EMPTY)
+        sampler.join(row, SamplingParams(seed=int(rng.integers(1 << 64, dtype=np.uint64)), **values), [], EMPTY, EMPTY)
     logits = rng.normal(0, 3, (len(ROWS), width)) if levels is None else rng.integers(0, levels, (len(ROWS), width))
-    table = torch.from_numpy(logits.astype(np.float32))
-    table[1, rng.random(width) < 0.3] = -torch.inf
+    # Logits may be wider than the vocabulary.
+    table = torch.from_numpy(np.pad(logits, ((0, 0), (0, 3)), constant_values=99).astype(np.float32)).to(dtype)
+    table[1, rng.random(width + 3) < 0.3] = -torch.inf
     table[1, 0] = 1.0
+    # Fewer tokens are possible than its top-k.
+    table[2, 3:] = -torch.inf
     table[4, rng.integers(width)] = torch.nan
     positions = rng.integers(0, 1 << 20, len(ROWS))
     want = sampler.sample(table.clone(), held, positions)
     assert want.bad is not None
-    sampler._device_draw.draw_tokens = draw_triton.draw
-    got = sampler.sample_ahead(table, held, positions).tokens.numpy()
+    last_tokens = torch.full((len(ROWS),), 77)
+    got = sampler.sample_ahead(table, held, positions, last_tokens=last_tokens).tokens.numpy()
     np.testing.assert_array_equal(got, np.where(want.bad, -1, want.tokens))
+    np.testing.assert_array_equal(last_tokens[held], want.tokens)
 
 
-def choices_of(rows: int, width: int, top_p: float, keys: np.ndarray) -> draw.Choices:
-    return draw.Choices(
-        greedy=np.zeros(rows, np.bool_),
-        top_k=np.full(rows, width, np.int32),
-        top_p=np.full(rows, top_p),
-        log_min_p=np.full(rows, -np.inf, np.float32),
-        keys=keys,
-        logprobs=np.zeros(rows, np.int8),
-    )
+def test_a_top_k_reads_no_tile_without_its_tokens() -> None:
+    """Behind the first pass, what lies in other tiles is of no account."""
+    rng = np.random.default_rng()
+    width, near = 1024, 256
+    kernels = TritonDraw(CPU, width)
+    sampler = sampler_of(2, width)
+    for row, top_k in enumerate((1, 4)):
+        sampler.join(row, SamplingParams(temperature=1.0, top_k=top_k, top_p=0.99, seed=row), [], EMPTY, EMPTY)
+    rows, positions = np.arange(2, dtype=np.int32), np.zeros(2, np.int64)
+    logits = torch.from_numpy(rng.normal(0, 1, (2, width)).astype(np.float32))
+    logits[:, :near] += 20
+    records = torch.from_numpy(sampler.arrays(rows, positions)[0])
+    want, _ = kernels.draw(logits.clone(), DrawStep(records, draws=True))
+    kernels._extremes(logits, None, records, None, None)
+    logits[:, near:] = 1000.0
+    kernels._draw(logits, records)
+    got = kernels._finish(DrawStep(records, draws=True))
+    assert torch.equal(got, want)
+    assert bool((got < near).all())
 
 
-def test_tokens_come_in_proportion_to_their_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fixed keys, so that it cannot fail by chance."""
-    monkeypatch.setattr(draw_triton, "_BLOCK", 16)
-    monkeypatch.setattr(draw_triton, "_BLOCKS", 1)
-    rows, width = 200, 5
+def test_tokens_come_in_proportion_to_their_probabilities() -> None:
+    """With fixed seeds, so that it cannot fail by chance."""
+    rows, width = 100, 5
+    sampler = sampler_of(rows, width)
+    for row in range(rows):
+        sampler.join(row, SamplingParams(temperature=1.0, seed=row), [], EMPTY, EMPTY)
     logits = torch.linspace(-1.5, 0, width)
-    keys = np.random.default_rng(5).integers(0, 1 << 63, rows).astype(np.uint64)
-    tokens = draw_triton.draw(logits.expand(rows, width), choices_of(rows, width, 1.0, keys))
+    held = np.arange(rows, dtype=np.int32)
+    tokens = sampler.sample_ahead(logits.expand(rows, width), held, np.zeros(rows, np.int64)).tokens
     counts = np.bincount(tokens.numpy(), minlength=width)
     expected = logits.double().softmax(0).numpy() * rows
     assert stats.chisquare(counts, expected).pvalue > 0.01
 
 
+def test_a_row_takes_its_own_mask() -> None:
+    rng = np.random.default_rng()
+    rows, width = 6, 150
+    sampler = sampler_of(rows, width)
+    for row in range(rows):
+        wishes: dict[str, Any] = {"temperature": 1.0} if row % 2 else {"temperature": 0.0}
+        sampler.join(row, SamplingParams(seed=row, **wishes), [], EMPTY, EMPTY)
+    only = rng.permutation(width)[:rows]
+    index = rng.permutation(rows)[:4].astype(np.int64)
+    words = np.zeros((4, 5), np.int32)
+    for i, place in enumerate(index.tolist()):
+        token = int(only[place])
+        words[i, token // 32] = np.array(1 << token % 32, np.uint32).astype(np.int32)
+    logits = torch.from_numpy(rng.normal(size=(rows, width)).astype(np.float32)).bfloat16()
+    free = logits.float().numpy().copy()
+    held = np.arange(rows, dtype=np.int32)
+    got = sampler.sample_ahead(logits, held, np.zeros(rows, np.int64), masks=RowMasks(index, words)).tokens.numpy()
+    np.testing.assert_array_equal(got[index], only[index])
+    greedy = [row for row in range(0, rows, 2) if row not in index.tolist()]
+    np.testing.assert_array_equal(got[greedy], free[greedy].argmax(-1))
+
+
+def pair() -> tuple[SamplerRows, SamplerRows]:
+    return sampler_of(draw_proof.ROWS, 100, False), sampler_of(draw_proof.ROWS, 100, False)
+
+
 def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = torch.device("cpu")
-    assert draw_triton.proven(device, 600) is draw_triton.draw
+    monkeypatch.setattr(draw_proof, "_STEPS", 2)
+    assert draw_proof.proven(*pair(), CPU) is not None
     assert not caplog.text
-    monkeypatch.setattr(draw_triton, "draw", lambda scaled, choices: draw_cuda.draw(scaled, choices) + 1)
-    assert draw_triton.proven(device, 600) is draw_cuda.draw
-    assert "the kernels draw other tokens" in caplog.text
+    extremes, finish = TritonDraw._extremes, TritonDraw._finish
 
-    def fails(scaled: torch.Tensor, choices: draw.Choices) -> torch.Tensor:
+    def unmasked(self: TritonDraw, logits: Any, changed: Any, records: Any, masks: Any, counts: Any) -> None:
+        extremes(self, logits, changed, records, None, counts)
+
+    def uncounted(self: TritonDraw, logits: Any, changed: Any, records: Any, masks: Any, counts: Any) -> None:
+        extremes(self, logits, changed, records, masks, None)
+
+    def kept_nowhere(self: TritonDraw, step: DrawStep) -> torch.Tensor:
+        return finish(self, DrawStep(step.records, step.draws, counts=step.counts))
+
+    def fails(self: TritonDraw, step: DrawStep) -> torch.Tensor:
         raise TypeError("no such compiler\nand more")
 
-    monkeypatch.setattr(draw_triton, "draw", fails)
-    assert draw_triton.proven(device, 600) is draw_cuda.draw
-    assert "no such compiler" in caplog.text
+    for name, wrong in (
+        ("_extremes", unmasked),
+        ("_extremes", uncounted),
+        ("_finish", kept_nowhere),
+        ("_finish", fails),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(TritonDraw, name, wrong)
+            caplog.clear()
+            assert draw_proof.proven(*pair(), CPU) is None
+            said = "no such compiler" if wrong is fails else "the kernels draw other tokens"
+            assert said in caplog.text
