@@ -230,7 +230,7 @@ def memory(hour: Hour) -> Figures:
     if hour.device.type != "cuda":
         return {"skipped": "a CPU has no such memory"}
     gc.collect()
-    plan = gpu_kv_memory(hour.loaded, CudaMemory(hour.device), 1, 2048, 128, None)
+    plan = gpu_kv_memory(hour.loaded, CudaMemory(hour.device), 1, 2048, 256, None)
     return {**vars(plan), "kv_cache": plan.kv_cache}
 
 

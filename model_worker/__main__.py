@@ -26,7 +26,7 @@ from shared.liveness import become
 from shared.load_errors import may_pass
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
-from shared.setting_forms import bytes_of, devices_of_ranks, step_tokens
+from shared.setting_forms import bytes_of, devices_of_ranks, running_rows, step_tokens
 from shared.settings import Settings
 from shared.speech_tokens import SpeechTokenFiles
 
@@ -210,21 +210,22 @@ def build(
     if SpeechTokenFiles.read(settings.model) is not None:
         processors = {**processors, **order_processor()}
     guesser = _load_guesser(settings, loaded)
+    most_rows = running_rows(settings.max_running, settings.devices)
     phases.phase("allocate KV")
     memory = _kv_memory(settings, loaded, models, group)
     if guesser is not None:
-        memory = draft_loading.share_of(memory, loaded, guesser, settings.max_running)
-    capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
+        memory = draft_loading.share_of(memory, loaded, guesser, most_rows)
+    capacity = capacity_for(loaded, memory, settings.max_model_len, most_rows, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     described = runner.description
     most = step_tokens(settings.max_batch_tokens, settings.devices)
-    steps = settings.max_running, capacity.max_model_len, most
+    steps = most_rows, capacity.max_model_len, most
     if group is not None:
         group.lead(runner, steps)
     if guesser is not None:
         guesser.check_length(capacity.max_model_len)
     phases.phase("compile kernels")
-    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
+    sampler = SamplerRows(most_rows, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
     runner.warm_up()
     runner.record(*steps)
     shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
@@ -271,7 +272,9 @@ def _kv_memory(settings: Settings, loaded: LoadedModel, workers: int, group: Gro
     # A decoder of speech takes no step without a clip.
     if wanted is not None or loaded.device.type != "cuda" or loaded.clip_tokens:
         return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
-    limits = step_tokens(settings.max_batch_tokens, settings.devices), settings.max_running, settings.max_model_len
+    most_tokens = step_tokens(settings.max_batch_tokens, settings.devices)
+    most_rows = running_rows(settings.max_running, settings.devices)
+    limits = most_tokens, most_rows, settings.max_model_len
     held = 0 if loaded.kept is None else loaded.kept.size
     plan = gpu_kv_memory(loaded, CudaMemory(loaded.device, held), workers, *limits)
     log.info("%s is served by %s", loaded.architecture, plan)
@@ -302,7 +305,7 @@ def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRun
         pid=os.getpid(),
         num_blocks=capacity.num_blocks,
         block_size=loaded.block_size,
-        max_rows=settings.max_running,
+        max_rows=shared.rows.max_rows,
         max_model_len=capacity.max_model_len,
         vocab_size=loaded.vocab_size,
         architecture=loaded.architecture,
@@ -338,9 +341,10 @@ def _device_step(
     from model_worker.grammar.masks import Masks
     from model_worker.rows import WorkerRows
 
-    rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
-    fork_server = mask_process.fork_server(settings.model, settings.max_running)
-    masks = Masks(fork_server, settings.max_running, loaded.vocab_size, has_kernels=loaded.has_kernels)
+    most_rows = running_rows(settings.max_running, settings.devices)
+    rows = WorkerRows(most_rows, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
+    fork_server = mask_process.fork_server(settings.model, most_rows)
+    masks = Masks(fork_server, most_rows, loaded.vocab_size, has_kernels=loaded.has_kernels)
     images = image_rows(loaded)
     shared = DeviceStep(rows, sampler, runner.backend, identity, masks, images)
     if images is not None:

@@ -12,6 +12,9 @@ MOST_GUESSES = 15
 # Tokens in a step, where the operator sets no other number: a GPU computes thousands in the time of one.
 _STEP_TOKENS = 512
 _GPU_STEP_TOKENS = 2048
+# Sequences computed together, where the operator sets no other number.
+_ROWS = 128
+_GPU_ROWS = 256
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -58,8 +61,16 @@ def local_devices(devices: str) -> list[str]:
 
 def step_tokens(given: int | None, devices: str) -> int:
     """Return the most tokens of a step: those that are given, or what suits the devices."""
-    on_gpus = devices.startswith("cuda") and all(device.startswith("cuda") for device in devices.split(","))
-    return given or (_GPU_STEP_TOKENS if on_gpus else _STEP_TOKENS)
+    return given or (_GPU_STEP_TOKENS if _on_gpus(devices) else _STEP_TOKENS)
+
+
+def running_rows(given: int | None, devices: str) -> int:
+    """Return the most sequences that a worker computes together: those that are given, or what suits the devices."""
+    return given or (_GPU_ROWS if _on_gpus(devices) else _ROWS)
+
+
+def _on_gpus(devices: str) -> bool:
+    return all(device.startswith("cuda") for device in devices.split(","))
 
 
 def bytes_of(size: str) -> int:

@@ -146,7 +146,11 @@ class Settings:
         "tokens one forward pass may take; more speeds up long prompts and delays the next token of all others; "
         "default: 512, on GPUs 2048, and for texts to embed or classify 4096 on a CPU and 16384 on a GPU",
     )
-    max_running: int = _setting("capacity", 128, "sequences computed together on one worker; further requests wait")
+    max_running: int | None = _setting(
+        "capacity",
+        None,
+        "sequences computed together on one worker; further requests wait; default: 128, and 256 where all are GPUs",
+    )
     max_queued: int = _setting(
         "capacity", 1024, "requests that may wait; further ones are answered 429 with Retry-After"
     )
@@ -331,7 +335,7 @@ class Settings:
         check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
         check(guesses_of(str(self.speculate)) >= 0, "speculate", self.speculate, "auto, or 0 to 15")
         check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
-        check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")
+        check((self.max_running or 1) <= 4096, "max_running", self.max_running, "at most 4096")
         check(self.dtype in known.DTYPES, "dtype", self.dtype, "one of " + ", ".join(known.DTYPES))
         check(self.task in known.TASKS, "task", self.task, "one of " + ", ".join(known.TASKS))
         check(self.quantization in known.QUANTIZATIONS, "quantization", self.quantization, "none or int8")

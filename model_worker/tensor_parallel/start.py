@@ -30,7 +30,7 @@ from model_worker.tensor_parallel.passes import GroupBackend, follow
 from shared import forkserver, phases
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
-from shared.setting_forms import step_tokens
+from shared.setting_forms import running_rows, step_tokens
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,8 @@ def _rank_memory(settings: Settings, loaded: LoadedModel, workers: int) -> int:
     wanted = parse_memory(settings.kv_memory)
     if wanted is not None:
         return wanted // settings.tensor_parallel
-    limits = step_tokens(settings.max_batch_tokens, settings.devices), settings.max_running, settings.max_model_len
+    most_tokens = step_tokens(settings.max_batch_tokens, settings.devices)
+    limits = most_tokens, running_rows(settings.max_running, settings.devices), settings.max_model_len
     return gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits).kv_cache
 
 

@@ -96,7 +96,7 @@ def weights_commands(
 
     def record(changed: ModelRunner) -> None:
         most = step_tokens(settings.max_batch_tokens, settings.devices)
-        changed.record(settings.max_running, hello.max_model_len, most)
+        changed.record(hello.max_rows, hello.max_model_len, most)
 
     served = ServedModel(runner, version, settings.model, load, use, record, shared.adapters)
     return WeightsCommands(served, Groups(runner.loaded.device, _MOST_SENT * runner.loaded.parameter_bytes), hello)

@@ -17,7 +17,7 @@ from shared.liveness import SUPERVISOR_PID
 from shared.logs import FORMATS
 from shared.phases import STATUS_FD
 from shared.setting_checks import DTYPES, KV_DTYPES, LOG_LEVELS, QUANTIZATIONS, TASKS, parse_memory
-from shared.setting_forms import step_tokens
+from shared.setting_forms import running_rows, step_tokens
 from shared.settings import FIELDS, GUARDS, KINDS, SECRETS, Settings, SettingsError
 from shared.settings_sources import config_file, resolve
 
@@ -393,3 +393,14 @@ def test_a_gpu_takes_more_tokens_in_a_step() -> None:
         2048,
     ]
     assert step_tokens(100, "cuda:0") == 100
+
+
+def test_a_gpu_computes_more_sequences_together() -> None:
+    assert Settings().max_running is None
+    assert [running_rows(None, devices) for devices in ("cpu", "none", "cpu,cuda:0", "cuda:0,cuda:1")] == [
+        128,
+        128,
+        128,
+        256,
+    ]
+    assert running_rows(7, "cuda:0") == 7
