@@ -180,7 +180,7 @@ def host(hour: Hour) -> Figures:
     """The host's time for a decode step whose kernels are replaced by nothing; a driver's launches are not in it."""
     if (reason := triton.missing()) is not None:
         return {"skipped": reason}
-    return gpu_host.host_costs(hour.size(256, 4), hour.size(200, 5))
+    return gpu_host.host_costs(256, hour.size(200, 20))
 
 
 def draw_costs(hour: Hour) -> Figures:

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import LogprobReports
-from model_worker.device_copy import upload
-from model_worker.sampling.logprobs import Wanted
+from model_worker.device_copy import upload_together
 
 # Logits handled at a time: each of a few temporaries takes 128 MB.
 CHUNK = 1 << 24
@@ -30,8 +29,11 @@ class AskingRows:
     index: NDArray[np.int64]
     owners: NDArray[np.int32]
     positions: NDArray[np.int64]
-    # None: the chosen token's alone, which is no report.
-    wanted: Sequence[Wanted | None]
+    # How many of the most probable tokens; -1: the chosen token's alone, which is no report.
+    tops: NDArray[np.int32]
+    # Named tokens i64[A, M], of which a row has the first so many.
+    names: NDArray[np.int64]
+    named: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,14 @@ def with_reports(
     tokens: torch.Tensor, asking: AskingRows, width: int, logits_of: Callable[[slice], torch.Tensor]
 ) -> Ahead:
     """Compute what rows ask for. `logits_of` gives the logits f32[n, width] of some of the asking rows."""
-    wanted = [each or Wanted(0, np.empty(0, np.int64)) for each in asking.wanted]
-    most = max(each.top for each in wanted)
-    names = np.zeros((len(wanted), max(len(each.ids) for each in wanted)), np.int64)
-    for i, each in enumerate(wanted):
-        names[i, : len(each.ids)] = each.ids
-    index = upload(asking.index, tokens.device)
-    own, named = tokens[index].clamp(min=0), upload(names, tokens.device)
+    most = max(0, int(asking.tops.max()))
+    index, named = upload_together([asking.index, asking.names], tokens.device)
+    own = tokens[index].clamp(min=0)
     height = max(1, CHUNK // width)
-    slices = [slice(start, start + height) for start in range(0, len(wanted), height)]
+    slices = [slice(start, start + height) for start in range(0, len(asking.index), height)]
     parts = [_part(logits_of(some), own[some], named[some], most) for some in slices]
+    if len(parts) == 1:
+        return Ahead(tokens, asking, *parts[0])
     return Ahead(tokens, asking, *(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -109,22 +109,19 @@ def _reports(
     tops: NDArray[np.float32],
     named: NDArray[np.float32],
 ) -> LogprobReports | None:
-    parts = []
-    for i, wanted in enumerate(asking.wanted):
-        if wanted is None:
-            continue
-        # Impossible tokens are last.
-        count = int(np.isfinite(tops[i, : wanted.top]).sum())
-        names = len(wanted.ids)
-        parts.append(
-            LogprobReports(
-                owners=asking.owners[i : i + 1],
-                positions=asking.positions[i : i + 1].astype(np.int32),
-                chosen=chosen[i : i + 1],
-                tops=np.array([count], np.int32),
-                counts=np.array([count + names], np.int32),
-                ids=np.concatenate([ids[i, :count], wanted.ids]).astype(np.int32),
-                values=np.concatenate([tops[i, :count], named[i, :names]]).astype(np.float32),
-            )
-        )
-    return LogprobReports.joined(parts) if parts else None
+    reporting = np.flatnonzero(asking.tops >= 0)
+    if not len(reporting):
+        return None
+    place, own = np.arange(ids.shape[1]), asking.named[reporting]
+    # Impossible tokens are last.
+    counts = (np.isfinite(tops[reporting]) & (place < asking.tops[reporting, None])).sum(-1)
+    taken = np.hstack([place < counts[:, None], np.arange(asking.names.shape[1]) < own[:, None]])
+    return LogprobReports(
+        owners=asking.owners[reporting],
+        positions=asking.positions[reporting].astype(np.int32),
+        chosen=chosen[reporting],
+        tops=counts.astype(np.int32),
+        counts=(counts + own).astype(np.int32),
+        ids=np.hstack([ids[reporting], asking.names[reporting]])[taken].astype(np.int32),
+        values=np.hstack([tops[reporting], named[reporting]])[taken].astype(np.float32),
+    )

@@ -56,6 +56,12 @@ class RowsAhead:
     # i64[all rows], on the device.
     last_tokens: torch.Tensor | None
 
+    @property
+    def drawn(self) -> NDArray[np.bool_]:
+        """Whether a row is no greedy one. A free row is one."""
+        found: NDArray[np.bool_] = self.worked & ~self.values["greedy"]
+        return found
+
 
 @dataclass(eq=False)
 class DeviceDraw:
@@ -96,7 +102,7 @@ class DeviceDraw:
 
         drawing = DrawStep(
             records=step.there[0],
-            draws=bool((~step.values["greedy"] | (step.values["logprobs"] == LogprobMode.WARPED)).any()),
+            draws=bool((step.drawn | (step.values["logprobs"] == LogprobMode.WARPED)).any()),
             masks=None if step.masks is None else step.there[1],
             counts=penalties.counts if penalties is not None and penalties.holds(step.rows) else None,
             counts_tokens=counted,
@@ -121,7 +127,7 @@ class DeviceDraw:
             top, tokens = change_and_scale(scaled, self.stages, step.rows, step.positions, values["temperature"])
         else:
             top, tokens = logits.max(dim=-1)
-        drawn = np.flatnonzero(~values["greedy"])
+        drawn = np.flatnonzero(step.drawn)
         if len(drawn) == len(step.rows):
             tokens = draw_cuda.draw(scaled, choices_of(values, step.positions))
         elif len(drawn):
@@ -139,15 +145,16 @@ class DeviceDraw:
 
     def _asked(self, step: RowsAhead) -> AskingRows | None:
         """Return the rows that report more than a token; None if there are none."""
-        asks = step.values["logprobs"] > 0
-        if not self.wanted and not asks.any():
-            return None
-        wanted = [self.wanted.get(row) for row in step.rows.tolist()]
-        found = [each if each is not None and each.any else None for each in wanted]
-        index = np.flatnonzero(asks | np.array([each is not None for each in found]))
+        values = step.values
+        index = np.flatnonzero((values["logprobs"] > 0) | values["reports"])
         if not len(index):
             return None
-        return AskingRows(index, step.rows[index], step.positions[index], [found[i] for i in index.tolist()])
+        rows, values = step.rows[index], values[index]
+        names = np.zeros((len(index), int(values["named"].max())), np.int64)
+        for i in np.flatnonzero(values["named"]).tolist():
+            names[i, : values["named"][i]] = self.wanted[int(rows[i])].ids
+        tops = np.where(values["reports"], values["top_logprobs"], -1)
+        return AskingRows(index, rows, step.positions[index], tops, names, values["named"])
 
 
 def _reported(drawn: Drawn, asked: AskingRows, step: RowsAhead, width: int) -> Ahead:

@@ -25,6 +25,9 @@ ROW_VALUES = np.dtype(
         ("worked", np.bool_),  # needs more than the largest logit
         ("hosted", np.bool_),  # needs what was drawn before, or reports more than a token
         ("waits", np.bool_),  # needs on the host what was drawn before, or is drawn there
+        ("reports", np.bool_),  # wants more log-probabilities than the chosen token's:
+        ("top_logprobs", np.int32),  # those of so many most probable tokens
+        ("named", np.int32),  # and of so many named ones
         ("logprobs", np.int8),
         ("temperature", np.float32),
         ("top_k", np.int32),
@@ -53,6 +56,9 @@ def row_values(
         bool(worked),
         bool(biased or restricted or reports),
         bool(processed or params.watermark or params.typical_p < 1 or any(len(word) > 1 for word in params.bad_words)),
+        bool(params.top_logprobs or params.logprob_ids),
+        params.top_logprobs,
+        len(params.logprob_ids),
         params.logprobs,
         min(max(params.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if cuts else 1.0,
         min(params.top_k, vocab_size) if cuts and params.top_k > 0 else vocab_size,

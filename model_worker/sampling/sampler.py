@@ -181,8 +181,8 @@ class SamplerRows:
     def needs_logits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the rows for which the argmax alone does not give the result of `sample`."""
         self._check_rows(rows)
-        values = self._table[rows]
-        needed: NDArray[np.bool_] = values["worked"] | (positions < values["may_stop_at"])
+        table = self._table
+        needed: NDArray[np.bool_] = table["worked"][rows] | (positions < table["may_stop_at"][rows])
         return needed
 
     def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
@@ -214,9 +214,8 @@ class SamplerRows:
 
     def waits(self, rows: NDArray[np.int32]) -> bool:
         """Whether `sample_ahead` cannot choose for these rows."""
-        values = self._table[rows]
-        found = values["waits"] if self._device_penalties is not None else values["hosted"]
-        return bool(found.any())
+        found = self._table["waits" if self._device_penalties is not None else "hosted"]
+        return bool(found[rows].any())
 
     def hosted(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return which rows need what was drawn before, or report more than a token."""
@@ -276,11 +275,12 @@ class SamplerRows:
         if logits.shape[1] < self._vocab_size:
             raise ValueError(f"logits have {logits.shape[1]} columns, fewer than vocab_size {self._vocab_size}")
         self._check_rows(rows)
-        return self._table[rows]
+        # An index would take ten times as long.
+        return self._table.take(rows)
 
     def _check_rows(self, rows: NDArray[np.integer]) -> None:
-        outside = (rows < 0) | (rows >= len(self._table))
-        if outside.any():
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(self._table)):
+            outside = (rows < 0) | (rows >= len(self._table))
             raise ValueError(
                 f"rows {rows[outside].tolist()} are outside the table: valid are 0 to {len(self._table) - 1}"
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_hour
+from benchmarks import gpu, gpu_host, gpu_hour
 from tests.model_worker.cuda.interpreter import find_triton
 
 
@@ -50,6 +50,9 @@ def test_the_whole_hour_can_be_pretended(tmp_path: Path) -> None:
         assert results["attention"]["cases"] == 4
         assert results["attention"]["wrong"] == []
         assert results["drawing"]["draws torch's tokens"]
+        costs = [value for name, value in results["host"].items() if name != "seconds"]
+        assert len(costs) == len(gpu_host.KINDS)
+        assert all(re.fullmatch(r"[1-9]\d* \+ [1-9]\d*", cost) for cost in costs)
     shown = (tmp_path / "gpu.md").read_text()
     assert "figures mean nothing" in shown
     assert "## mixed steps" in shown

@@ -159,10 +159,10 @@ MANY = 256
 WISHES: dict[str, tuple[dict[str, Any], int | list[str]]] = {
     **KINDS,
     "biased": ({"temperature": 0.8, "logit_bias": {5: 1.0}}, 9),
-    "log-probabilities": ({"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "top_logprobs": 5}, 39),
+    "log-probabilities": ({"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "top_logprobs": 5}, 35),
     "log-probabilities of what is kept": (
         {"temperature": 0.7, "top_p": 0.9, "logprobs": LogprobMode.WARPED, "top_logprobs": 5},
-        55,
+        51,
     ),
 }
 

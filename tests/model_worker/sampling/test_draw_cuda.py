@@ -54,6 +54,18 @@ def test_tokens_equal_the_samplers(
     np.testing.assert_array_equal(got, np.where(bad, -1, want.tokens))
 
 
+def test_a_free_row_is_greedy_beside_drawn_ones() -> None:
+    """Its join was refused, and steps in flight name it."""
+    width = 2 * draw.NARROW
+    sampler = SamplerRows(2, width, torch.device("cpu"))
+    sampler.join(0, SamplingParams(top_k=5, seed=1), [], EMPTY, EMPTY)
+    logits = torch.from_numpy(np.random.default_rng().normal(0, 3, (2, width)).astype(np.float32))
+    rows, positions = np.array([1, 0], np.int32), np.zeros(2, np.int64)
+    got = sampler.sample_ahead(logits.clone(), rows, positions).tokens
+    assert int(got[0]) == int(logits[0].argmax())
+    assert got.tolist() == sampler.sample(logits, rows, positions).tokens.tolist()
+
+
 def test_pieces_of_a_batch_draw_as_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng()
     logits = torch.from_numpy(rng.normal(0, 3, (7, 90)).astype(np.float32))
