@@ -120,7 +120,7 @@ class DeviceDraw:
 
     def _by_operations(self, logits: torch.Tensor, step: RowsAhead) -> Drawn:
         if step.masks is not None:
-            forbid(logits, upload(step.masks.index, logits.device), step.there[1])
+            forbid(logits, upload(step.masks.places, logits.device), step.there[1])
         values, scaled = step.values, logits
         if step.worked.any():
             scaled = logits.to(torch.float32, copy=True)

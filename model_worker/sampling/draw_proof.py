@@ -37,7 +37,7 @@ ROWS = len(_WISHES)
 _STEPS = 3
 
 
-def proven(plain: SamplerRows, other: SamplerRows, device: torch.device) -> TritonDraw | None:
+def proven(device: torch.device, plain: SamplerRows, other: SamplerRows) -> TritonDraw | None:
     """Return the kernels, if they give the other sampler what operations give the plain one; both are of ROWS rows."""
     reason = missing()
     if reason is None:

@@ -19,7 +19,7 @@ _OF_THE_SAMPLER = ("seed", "greedy", "temperature", "top_k", "top_p", "log_min_p
 class RowMasks(NamedTuple):
     """Bitmasks of grammars, i32[n, words], and the places of their rows in the step, i64[n]."""
 
-    index: NDArray[np.int64]
+    places: NDArray[np.int64]
     words: NDArray[np.int32]
 
 
@@ -57,5 +57,5 @@ class RecordTable:
         records[:, _POSITION] = positions
         if masks is None:
             return [records]
-        records[masks.index, _MASK] = np.arange(len(masks.index))
+        records[masks.places, _MASK] = np.arange(len(masks.places))
         return [records, masks.words]

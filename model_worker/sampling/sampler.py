@@ -135,7 +135,7 @@ class SamplerRows:
         neutral.sample(*arguments)
         if self._device.type == "cuda":
             both = (SamplerRows(draw_proof.ROWS, self._vocab_size, self._device) for _ in range(2))
-            self.use_kernels(draw_proof.proven(*both, self._device))
+            self.use_kernels(draw_proof.proven(self._device, *both))
 
     def use_kernels(self, kernels: TritonDraw | None) -> None:
         """Draw ahead by these kernels from now on; None: by torch's operations."""

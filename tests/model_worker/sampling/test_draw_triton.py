@@ -142,7 +142,7 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(draw_proof, "_STEPS", 2)
-    assert draw_proof.proven(*pair(), CPU) is not None
+    assert draw_proof.proven(CPU, *pair()) is not None
     assert not caplog.text
     extremes, finish = TritonDraw._extremes, TritonDraw._finish
 
@@ -167,6 +167,6 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
         with monkeypatch.context() as patch:
             patch.setattr(TritonDraw, name, wrong)
             caplog.clear()
-            assert draw_proof.proven(*pair(), CPU) is None
+            assert draw_proof.proven(CPU, *pair()) is None
             said = "no such compiler" if wrong is fails else "the kernels draw other tokens"
             assert said in caplog.text
