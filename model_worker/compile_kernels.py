@@ -2,8 +2,10 @@
 
 numba's code depends on the types of numbers and not on sizes: a model of one tiny layer compiles the kernels of all
 models that the fused stack runs, and the others share one for attention; one with weights in codes those of quantised
-files (--family coded), and a tiny encoder those of all encoders like BERT (--family encoder). They are kept in
-NUMBA_CACHE_DIR. Processes that want the same compile one after the other, and the second one finds everything there.
+files (--family coded), and a tiny encoder those of all encoders like BERT (--family encoder). Recognisers of speech
+need those of decoders and of encoders (--family speech), and perhaps those of halves (--family speech-in-halves). They
+are kept in NUMBA_CACHE_DIR. Processes that want the same compile one after the other, and the second
+one finds everything there.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
+from model_worker.cpu.gemm.half_linear import HalfLinear
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd import bf12
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.grammar import apply_mask
@@ -54,11 +58,14 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kernel_cache.are_compiled(dtype, options.family):
-            if options.family == kernel_cache.ENCODER:
-                compile_encoder(dtype)
-            else:
-                compile_kernels(dtype, options.family)
+        for family in kernel_cache.parts_of(options.family):
+            if not kernel_cache.are_compiled(dtype, family):
+                if family == kernel_cache.ENCODER:
+                    compile_encoder(dtype)
+                elif family == kernel_cache.HALVES:
+                    compile_halves(dtype)
+                else:
+                    compile_kernels(dtype, family)
 
 
 class _TinyCodes(EncodedWeight):
@@ -128,6 +135,12 @@ def compile_encoder(dtype: torch.dtype) -> None:
     if not isinstance(backbone, Fused):
         raise RuntimeError("the fused layers have not taken an encoder of their own form")
     kernel_cache.record_compiled(dtype, kernel_cache.ENCODER)
+
+
+def compile_halves(dtype: torch.dtype) -> None:
+    """Run the kernels of products with weights that are float16's numbers in a model of this type, float32."""
+    HalfLinear(torch.zeros(PANEL, PANEL), None).multiply(torch.zeros(1, PANEL))
+    kernel_cache.record_compiled(dtype, kernel_cache.HALVES)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,21 @@ _numba: Any = numba
 
 
 # Models whose kernels are compiled together: those that generate, those of them whose weights are in codes, and
-# encoders that are built like BERT.
+# encoders that are built like BERT. Recognisers of speech have an encoder and a decoder, whose weights may be halves
+# (gemm/half_linear.py).
 DECODER = "decoder"
 CODED = "coded"
 ENCODER = "encoder"
-FAMILIES = (DECODER, CODED, ENCODER)
+HALVES = "halves"
+SPEECH = "speech"
+SPEECH_IN_HALVES = "speech-in-halves"
+FAMILIES = (DECODER, CODED, ENCODER, HALVES, SPEECH, SPEECH_IN_HALVES)
+_PARTS = {SPEECH: (DECODER, ENCODER), SPEECH_IN_HALVES: (DECODER, ENCODER, HALVES)}
+
+
+def parts_of(family: str) -> tuple[str, ...]:
+    """The families whose kernels models of this one need."""
+    return _PARTS.get(family, (family,))
 
 
 def are_compiled(dtype: torch.dtype, family: str = DECODER) -> bool:
@@ -39,8 +49,8 @@ def are_compiled(dtype: torch.dtype, family: str = DECODER) -> bool:
 
     True also where nothing can be kept, so that there is no point in waiting.
     """
-    mark = _mark(dtype, family)
-    return mark is None or mark.exists()
+    marks = [_mark(dtype, part) for part in parts_of(family)]
+    return all(mark is None or mark.exists() for mark in marks)
 
 
 def record_compiled(dtype: torch.dtype, family: str = DECODER) -> None:

@@ -12,6 +12,7 @@ Linux only.
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import threading
 from collections import deque
@@ -233,20 +234,25 @@ class ThreadPool:
     # to keep cores for itself. Jobs give the same results.
     most_threads: ClassVar[int] = ALL_THREADS
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, niceness: int | None = None) -> None:
+        """A pool whose threads have a `niceness` works beside those of steps, and `most_threads` is none of its."""
+        self.cores = cores
+        self._keeps_threads = niceness is not None
         self._jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(cores - 1)]
         self._unfinished: deque[Job] = deque()
         # Threads beside the caller that have the unfinished jobs.
         self._helpers = cores - 1
         for core, jobs in enumerate(self._jobs, start=1):
-            threading.Thread(target=_work, args=(core, jobs), name=f"team-{core}", daemon=True).start()
+            arguments = core, jobs, niceness or 0
+            threading.Thread(target=_work, args=arguments, name=f"team-{core}", daemon=True).start()
 
     def begin(self, function: Any, *arguments: Any) -> Job:
         """Start function(core, counter, *arguments) on every core. It must be compiled, and must not raise.
 
         It returns when the job is over. The caller must `finish` jobs in the order in which it began them.
         """
-        helpers = min(len(self._jobs), self.most_threads - 1)
+        most = ALL_THREADS if self._keeps_threads else self.most_threads
+        helpers = min(len(self._jobs), most - 1)
         for jobs in self._jobs[self._helpers : helpers]:
             # A thread that did not begin the new job behind these would begin it before they are over.
             for earlier in self._unfinished:
@@ -262,7 +268,10 @@ class ThreadPool:
         self.begin(function, *arguments).finish()
 
 
-def _work(core: int, jobs: SimpleQueue[Job]) -> None:
+def _work(core: int, jobs: SimpleQueue[Job], niceness: int) -> None:
+    if niceness:
+        # On Linux a thread has a niceness of its own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     while True:
         jobs.get().take_part(core)
 
@@ -271,3 +280,9 @@ def _work(core: int, jobs: SimpleQueue[Job]) -> None:
 def thread_pool(cores: int) -> ThreadPool:
     """Return the process's thread pool of so many cores: threads are made once."""
     return ThreadPool(cores)
+
+
+@functools.cache
+def pool_beside(cores: int, niceness: int) -> ThreadPool:
+    """Return the process's thread pool of so many cores for work beside steps, for one caller at a time."""
+    return ThreadPool(cores, niceness)

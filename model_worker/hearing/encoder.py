@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from interfaces import ImageMetadata
+from model_worker.hearing.compiled import CompiledLayer
 from model_worker.vision.encoder import Encoder, Features
 from model_worker.vision.family import Family
 from shared.recogniser_files import SPEECH_TYPES, clip_tokens
@@ -25,10 +26,13 @@ from shared.recogniser_files import SPEECH_TYPES, clip_tokens
 class ClipEncoder(Encoder):
     """The encoder of a recogniser. A clip comes as an image: its pixels are log-mel features [bins, frames]."""
 
+    # The encoder's layers in compiled calls; empty where transformers' modules are run.
+    compiled: tuple[CompiledLayer, ...] = ()
+
     def layers(self) -> Iterator[nn.Module]:
         """The layers of the encoder."""
         layers: Any = self.composite.model.encoder.layers
-        yield from layers
+        yield from self.compiled or layers
 
     @property
     def bits_are_fixed(self) -> bool:
@@ -37,17 +41,17 @@ class ClipEncoder(Encoder):
         It is tried, because it depends on who multiplies: packed products of float32 have, and torch's own have not.
         """
         config: Any = self.composite.config
-        encoder: Any = self.composite.model.encoder
         generator = torch.Generator().manual_seed(0)
-        shape = 1, config.num_mel_bins, 2 * config.max_source_positions
+        shape = config.num_mel_bins, 2 * config.max_source_positions
         clip = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        first: Any = next(self.layers())
         cores = torch.get_num_threads()
         found = []
         with torch.inference_mode():
             for count in (1, cores):
                 torch.set_num_threads(count)
-                heard = encoder.conv2(functional.gelu(encoder.conv1(clip))).transpose(1, 2)
-                found.append(encoder.layers[0](heard, None))
+                heard = self._convolved(clip)
+                found.append(first(heard.float()) if self.compiled else first(heard[None], None))
         return torch.equal(*found)
 
     def _adaptable(self) -> dict[str, nn.Module]:
@@ -62,11 +66,31 @@ class ClipEncoder(Encoder):
         if tuple(features.shape) != wanted:
             raise ValueError(f"a clip must have features of the shape {list(wanted)}, got {list(features.shape)}")
         with torch.inference_mode():
-            output: Any = self.composite.model.encoder(features.unsqueeze(0))
-        states = output.last_hidden_state[0].float().cpu().numpy()
+            states = self._states(features).float().cpu().numpy()
         if not np.isfinite(states).all():
             raise ValueError("the states of a clip are not finite numbers")
         return np.pad(states, ((0, clip_tokens(len(states)) - len(states)), (0, 0)))
+
+    def _states(self, features: Tensor) -> Tensor:
+        """Return the last hidden states [positions, hidden] of features [bins, frames]."""
+        encoder: Any = self.composite.model.encoder
+        if not self.compiled:
+            output = encoder(features.unsqueeze(0))
+            found: Tensor = output.last_hidden_state[0]
+            return found
+        states: Tensor = (self._convolved(features) + encoder.embed_positions.weight).float()
+        for layer in self.compiled:
+            states = layer(states)
+        return states
+
+    def _convolved(self, features: Tensor) -> Tensor:
+        """Return what the convolutions make of features [bins, frames]: [positions, hidden]."""
+        encoder: Any = self.composite.model.encoder
+        heard = features.unsqueeze(0)
+        for convolution in (encoder.conv1, encoder.conv2):
+            heard = functional.gelu(convolution(heard))
+        found: Tensor = heard[0].T.contiguous()
+        return found
 
 
 def hears(config: PreTrainedConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,14 +15,20 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from model_worker.attention import cuda
 from model_worker.batch import ForwardBatch
+from model_worker.cpu import kernel_cache
+from model_worker.cpu.gemm.half_linear import are_halves, pack_halves
 from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, pack_linears
-from model_worker.hearing.encoder import clip_encoder
+from model_worker.decoder_form import UnsupportedPattern
+from model_worker.hearing.compiled import compiled_layers, probed
+from model_worker.hearing.encoder import ClipEncoder, clip_encoder
 from model_worker.kv_cache import AttentionParams, KVLayout, LayerShape
 from model_worker.loading import verify
 from model_worker.model import BLOCK_SIZE, AttentionLayers, LoadedModel, ModelRefused, check_positions, first_line
 from model_worker.runner import ModelRunner
 from model_worker.vision.composite import encoder_dtype
 from shared.recogniser_files import clip_tokens
+
+log = logging.getLogger(__name__)
 
 # Tokens of the transcripts in the self-check, and where the first one is cut.
 _TOKENS = 8
@@ -73,6 +80,7 @@ def prepare_speech(
         eos_token_ids=(int(config.eos_token_id),),
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        kernel_family=kernel_cache.SPEECH_IN_HALVES if are_halves(_of_decoder(model)) else kernel_cache.SPEECH,
         encoder=clip_encoder(model, model.dtype, device),
         clip_tokens=tokens,
     )
@@ -104,10 +112,7 @@ def _verified(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], boo
             loaded = replace(loaded, attention_name="reference", has_kernels=False)
         elif loaded.dtype in PACKED_DTYPES:
             # torch's own products of some rows take several times as long.
-            packed = pack_linears(loaded.model)
-            model: Any = loaded.model
-            kept = int(model.get_input_embeddings().weight.nbytes) if packed else 0
-            loaded = replace(loaded, parameter_bytes=loaded.parameter_bytes + kept)
+            loaded = _packed(loaded)
         _check(loaded, states, tokens, expected, "reference", BLOCK_SIZE)
         return loaded
     layers = loaded.attention
@@ -117,6 +122,41 @@ def _verified(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], boo
         return replace(loaded, attention_name="cuda", block_size=cuda.BLOCK_SIZE)
     _check(loaded, states, tokens, expected, "reference", BLOCK_SIZE)
     return replace(loaded, attention_name="reference")
+
+
+def _packed(loaded: LoadedModel) -> LoadedModel:
+    """Pack the weights of all products."""
+    model: Any = loaded.model
+    size = loaded.parameter_bytes
+    if loaded.kernel_family == kernel_cache.SPEECH_IN_HALVES:
+        size -= pack_halves(model, _of_decoder(model))
+    if pack_linears(model):
+        # The table of embeddings stays beside the copy that multiplies.
+        size += int(model.get_input_embeddings().weight.nbytes)
+    return replace(loaded, parameter_bytes=size, encoder=_compiled(loaded))
+
+
+def _of_decoder(model: Any) -> list[nn.Module]:
+    """Return the linear modules of the decoder and its head, whose products wait for memory."""
+    parts = [*model.model.decoder.modules(), model.proj_out]
+    return [part for part in parts if isinstance(part, nn.Linear)]
+
+
+def _compiled(loaded: LoadedModel) -> ClipEncoder:
+    """Return the encoder with its layers in compiled calls, or as it is where they give other states."""
+    assert isinstance(loaded.encoder, ClipEncoder)
+    model: Any = loaded.model
+    encoder = model.model.encoder
+    try:
+        layers = compiled_layers(encoder)
+        error = verify.median_error(*probed(encoder, layers))
+    except UnsupportedPattern as reason:
+        log.info("the encoder of %s is run by transformers' modules, since %s", loaded.architecture, reason)
+        return loaded.encoder
+    if not error < verify.TOLERANCE[loaded.dtype]:
+        log.warning("compiled, the encoder of %s gives other states (relative error %.2g)", loaded.architecture, error)
+        return loaded.encoder
+    return replace(loaded.encoder, compiled=layers)
 
 
 def _expected(loaded: LoadedModel) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Runs the layers of an encoder in one compiled call, from embeddings to the last hidden states.
+"""Runs the layers of an encoder in one compiled call, from embeddings to the last hidden states, or one by one.
 
 Reads the weights that the packed linear modules of a recognised model hold (pattern.py).
 """
@@ -17,14 +17,14 @@ from model_worker.cpu.encoder.pattern import EncoderForm, LayerParts, find_form,
 from model_worker.cpu.encoder.phases import BLOCK_TOKENS, most_layers, run_encoder
 from model_worker.cpu.encoder.places import PlaceTables
 from model_worker.cpu.encoder.shares import FEWER_BITS_COST, PassCost, deal
-from model_worker.cpu.encoder.work import WEIGHTS, EncoderBuffers, EncoderWeights, EncoderWork
+from model_worker.cpu.encoder.work import WEIGHTS, EncoderBuffers, EncoderWeights, EncoderWork, of_layer
 from model_worker.cpu.gemm.int8_format import int8_format
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.weight_format import WeightFormat
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.simd.fixed_point import width_of
-from model_worker.cpu.threads import thread_pool
+from model_worker.cpu.threads import ThreadPool, thread_pool
 
 Packed = PackedLinear | Int8Linear
 
@@ -59,34 +59,63 @@ class EncoderLayers:
         self._first_scales = [torch.from_numpy(_scales(linear)) for linear in (first[0], first[2])]
         self._buffers, self._formats = self._make_room(1)
 
+    @property
+    def most_cores(self) -> int:
+        """The most cores that have buffers."""
+        return self._cores
+
     def run(self, x: Tensor, starts: Sequence[int], seen: Sequence[int] | None = None) -> Tensor:
         """Turn the embeddings `x` float32 [T, hidden] into the last hidden states, in place.
 
         `starts` are the places where each text begins, and all end; `seen` the tokens of each text that its tokens
         see, the first ones: all without it.
         """
-        states = x.numpy()
-        tokens = len(states)
+        self._read(x)
+        bounds = np.array(starts, np.int64)
+        lengths = np.diff(bounds)
+        keys = lengths if seen is None else np.array(seen, np.int64)
+        cores, shares = deal(self._cost.of(lengths), lengths, self._cores)
+        work = self._work(x, bounds, keys, self._weights)
+        thread_pool(cores).run(run_encoder, cores, work, shares, *self._formats)
+        return x
+
+    def run_layer(self, number: int, x: Tensor, pool: ThreadPool) -> None:
+        """Run layer `number` of one text, whose tokens see all others, on the threads of a pool.
+
+        `x` float32 [T, hidden] are the embeddings before the first layer, and become the last hidden states in the last
+        one. A text's layers come in order, and no other text's between them. The pool has at most `most_cores`.
+        """
+        if number == 0:
+            self._read(x)
+        bounds = np.array([0, len(x)])
+        work = self._work(x, bounds, bounds[1:], of_layer(self._weights, number))
+        together = np.array([0, 1])
+        pool.run(run_encoder, pool.cores, work, together, *self._formats)
+
+    def _read(self, x: Tensor) -> None:
+        """Write the operands of the first layer, of embeddings [T, hidden]."""
+        tokens = len(x)
         if tokens > len(self._buffers.qkv):
             self._buffers, self._formats = self._make_room(max(tokens, 2 * len(self._buffers.qkv)))
-        hidden, of_values, qkv, heads, inner = self._buffers
-        buffers = EncoderBuffers(hidden[:tokens], of_values[:tokens], qkv[:tokens], heads[:tokens], inner)
         first = x if self._first_norm is None else self._first_norm(x.to(self._dtype)).float()
-        for operand, scales in zip((buffers.of_values, buffers.hidden), reversed(self._first_scales), strict=True):
+        operands = (self._buffers.of_values[:tokens], self._buffers.hidden[:tokens])
+        for operand, scales in zip(operands, reversed(self._first_scales), strict=True):
             scaled = first * scales
             if self._operand == np.float32:
                 operand[:, : self._hidden] = scaled.numpy()
             else:
                 operand[:, : self._hidden] = scaled.to(torch.bfloat16).view(torch.uint16).numpy()
-        bounds = np.array(starts, np.int64)
-        lengths = np.diff(bounds)
-        longest = int(lengths.max())
-        keys = lengths if seen is None else np.array(seen, np.int64)
+
+    def _work(
+        self, x: Tensor, bounds: NDArray[np.int64], keys: NDArray[np.int64], weights: EncoderWeights
+    ) -> EncoderWork:
+        """Return the arguments of a pass through layers of these weights."""
+        hidden, of_values, qkv, heads, inner = self._buffers
+        tokens = len(x)
+        buffers = EncoderBuffers(hidden[:tokens], of_values[:tokens], qkv[:tokens], heads[:tokens], inner)
+        longest = int(np.diff(bounds).max())
         places = self._places.of_length(longest)
-        work = EncoderWork(states, bounds, keys, longest, self._weights, buffers, places, self._like)
-        cores, shares = deal(self._cost.of(lengths), lengths, self._cores)
-        thread_pool(cores).run(run_encoder, cores, work, shares, *self._formats)
-        return x
+        return EncoderWork(x.numpy(), bounds, keys, longest, weights, buffers, places, self._like)
 
     def _make_room(self, tokens: int) -> tuple[EncoderBuffers, tuple[WeightFormat, ...]]:
         """Make buffers, and the formats of most weights, of those of values, and of DOWN's."""
@@ -172,6 +201,7 @@ def _weights(form: EncoderForm, linears: list[list[Packed]], tables: list[str]) 
         scale=np.float32((linears[0][0].out_features // heads) ** -0.5),
         activation=form.activation,
         norms_first=form.norms_first,
+        ends=True,
         windows=np.array([layer.window for layer in layers], np.int64),
         angles=np.array([0 if layer.rotary is None else tables.index(layer.rotary) for layer in layers], np.int64),
     )

@@ -1,8 +1,9 @@
 """Recognises encoders whose layers are attention and an MLP around layer norms, by their modules.
 
 BERT and its kin, ELECTRA, DistilBERT and MPNet (a bias for each distance); with rotated queries and keys Nomic, GTE and
-Jina v3; and ModernBERT, which norms first and has windows. Modules do not say all that a model does, so its states must
-be compared with the model's own: see model_worker/pooling/verify.py. Knows the names of modules; knows no weights.
+Jina v3; ModernBERT, which norms first and has windows; and the encoder of Whisper. Modules do not say all that a model
+does, so its states must be compared with the model's own: see model_worker/pooling/verify.py. Knows the names of
+modules; knows no weights.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _ROTARY = {"embeddings", "pooler", "rotary_emb", "layers"}
 _ROTARY_LAYER = {"post_attention_layernorm", "post_mlp_layernorm", "mlp", "self_attn"}
 _MODERNBERT = {"embeddings", "layers", "final_norm", "rotary_emb"}
 _MODERNBERT_LAYER = {"attn_norm", "attn", "mlp_norm", "mlp"}
+_WHISPER = {"conv1", "conv2", "embed_positions", "layers", "layer_norm"}
+_WHISPER_LAYER = {"self_attn", "self_attn_layer_norm", "activation_fn", "fc1", "fc2", "final_layer_norm"}
 _ACTIVATIONS = {
     nn.GELU: GELU,
     GELUActivation: GELU,
@@ -88,6 +91,8 @@ def find_form(model: Any) -> EncoderForm:
             form = EncoderForm([_distilbert_layer(layer) for layer in _list_of(model.transformer)])
         elif children == _MODERNBERT:
             form = _modernbert(model)
+        elif children == _WHISPER:
+            form = _whisper(model)
         elif children <= _ROTARY and {"embeddings", "rotary_emb", "layers"} <= children:
             _require_fixed(model.rotary_emb.rope_type)
             form = EncoderForm([_rotary_layer(layer) for layer in model.layers], rotary=model.rotary_emb)
@@ -214,3 +219,18 @@ def _modernbert_layer(layer: Any, following: Any) -> LayerParts:
         window=attention.sliding_window or 0,
         rotary=layer.attention_type,
     )
+
+
+def _whisper(encoder: Any) -> EncoderForm:
+    """Return the form of the layers behind the convolutions and the positions."""
+    layers = list(encoder.layers)
+    require(all(_names(layer) == _WHISPER_LAYER for layer in layers), _UNLIKE)
+    following = [*(layer.self_attn_layer_norm for layer in layers[1:]), encoder.layer_norm]
+    parts = [_whisper_layer(layer, norm) for layer, norm in zip(layers, following, strict=True)]
+    return EncoderForm(parts, norms_first=True, first_norm=layers[0].self_attn_layer_norm)
+
+
+def _whisper_layer(layer: Any, following: Any) -> LayerParts:
+    attention = layer.self_attn
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj, layer.fc1, layer.fc2)
+    return LayerParts(linears, (layer.final_layer_norm, following), layer.activation_fn, attention.num_heads)

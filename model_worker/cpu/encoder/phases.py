@@ -108,7 +108,7 @@ def _norm_rows(kind: int, layer: int, block: Any, taken: Any, work: Any) -> None
     norms = weights.norms[layer]
     scales = weights.hidden_scales[layer, 0 if kind == NORM else 1]
     with_values = kind == LAST_NORM and len(weights.value_scales) > 0
-    is_last = kind == LAST_NORM and layer == len(weights.panels) - 1
+    is_last = kind == LAST_NORM and weights.ends and layer == len(weights.panels) - 1
     for row in range(block[0] + taken[0], block[0] + taken[0] + taken[1]):
         x = work.x[row]
         if weights.norms_first and not is_last:

@@ -30,8 +30,18 @@ class EncoderWeights(NamedTuple):
     scale: np.float32
     activation: int  # a code of simd/activations.py
     norms_first: bool  # whether norms are of what a layer reads, and the residual stays as it is until the last one
+    ends: bool  # whether the last of these layers is the model's last one
     windows: NDArray[np.int64]  # [L]: tokens that are less than so many apart see each other; 0 for all
     angles: NDArray[np.int64]  # [L]: the layer's table of `Places`
+
+
+def of_layer(weights: EncoderWeights, number: int) -> EncoderWeights:
+    """Return the weights of one layer."""
+    fields = weights._asdict().items()
+    arrays: dict[str, Any] = {
+        name: value[number : number + 1] for name, value in fields if isinstance(value, np.ndarray)
+    }
+    return weights._replace(**arrays, ends=number == len(weights.panels) - 1)
 
 
 class EncoderBuffers(NamedTuple):

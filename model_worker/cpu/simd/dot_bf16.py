@@ -1,6 +1,7 @@
 """The innermost loop of a product with packed weights: a few rows by a panel, or by half of one.
 
-Knows LLVM and panels as packed_linear.py describes them: words of a float32 or two bfloat16, `[panel, step, PANEL]`.
+Knows LLVM and panels as packed_linear.py describes them: words of a float32 or two bfloat16, `[panel, step, PANEL]`;
+and those of float16, as half_linear.py does.
 Operands of bfloat16 weights are bfloat16 too where there are instructions for it, and otherwise float32, so that only
 the weights have to be widened, once for all rows.
 
@@ -94,6 +95,9 @@ class BFloat(ir.Type):
 
 
 _BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+# Whether there are instructions that widen float16.
+HAS_HALVES: bool = FEATURES.get("f16c", False)
 
 
 def splat(builder: Any, scalar: Any) -> Any:
@@ -130,6 +134,30 @@ def float_by_float(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
     return _fma(builder, total, builder.bitcast(x, FLOATS), builder.bitcast(w, FLOATS))
 
 
+class _HalfVector:
+    """What a vector of outputs takes from the two inputs of a step, as float16: each is loaded when it is wanted."""
+
+    def __init__(self, builder: Any, line: Any, vector: int) -> None:
+        self._builder = builder
+        self._line = line
+        # The outputs of half a panel lie together: those of the first input, then those of the second.
+        self._place = vector // 2 * 2 * LANES + vector % 2 * LANES // 2
+        self._loaded: dict[int, Any] = {}
+
+    def of_input(self, part: int) -> Any:
+        """Return the vector for input 0 or 1 of the step, as float32."""
+        if part not in self._loaded:
+            builder = self._builder
+            at = builder.gep(self._line, [ir.Constant(INDEX, self._place + part * LANES)])
+            halves = builder.load(builder.bitcast(at, _HALVES.as_pointer()), align=4)
+            self._loaded[part] = builder.fpext(halves, FLOATS)
+        return self._loaded[part]
+
+
+def _float_by_halves(builder: Any, total: Any, x: Any, w: _HalfVector, part: int) -> Any:
+    return _fma(builder, total, builder.bitcast(x, FLOATS), w.of_input(part))
+
+
 def operand_dtype(element: Any) -> Any:
     """Return numpy's dtype of operands of weights of this element type (uint16 are bfloat16's bits)."""
     return np.dtype(element if HAS_BF16_DOT else np.float32)
@@ -145,12 +173,15 @@ class Operand:
         array = context.make_array(kind)(context, builder, value)
         width = builder.extract_value(array.shape, 1)
         one = ir.Constant(INDEX, 1)
-        pairs = like.dtype == types.uint16
+        # int16 stands for float16.
+        self.by_halves = like.dtype == types.int16
+        pairs = like.dtype == types.uint16 or self.by_halves
         # A float32 operand of bfloat16 weights is multiplied as it is, also by processors that multiply bfloat16.
-        assert kind.dtype == types.float32 or (HAS_BF16_DOT and kind.dtype == like.dtype)
+        assert kind.dtype == types.float32 or (HAS_BF16_DOT and kind.dtype == like.dtype == types.uint16)
         in_pairs = kind.dtype == types.uint16
         self.parts = 2 if pairs and not in_pairs else 1
-        self.step = float_by_float if not pairs else _pairs_by_pairs if in_pairs else float_by_pairs
+        of_pairs = _float_by_halves if self.by_halves else _pairs_by_pairs if in_pairs else float_by_pairs
+        self.step = of_pairs if pairs else float_by_float
         self.steps = builder.lshr(width, one) if pairs else width
         self.stride = self.steps if in_pairs else width
         self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.stride)])
@@ -283,8 +314,9 @@ def prefetch(builder: Any, line: Any) -> None:
 PREFETCH = types.UniTuple(types.int64, 4)
 
 
-def fetch_panel(builder: Any, address: Any, group: range) -> Any:
-    """Make the `fetch` of `emit_products` for these vectors of a panel; it prefetches as many lines."""
+def fetch_panel(builder: Any, address: Any, group: range, halves: bool = False) -> Any:
+    """Make the `fetch` of `emit_products` for these vectors of a panel, of float16 with `halves`; it prefetches as many
+    lines."""
     offsets = [ir.Constant(INDEX, v * LANES) for v in group]
     lines_ahead = [ir.Constant(INDEX, i * LANES) for i in range(len(group))]
 
@@ -293,6 +325,8 @@ def fetch_panel(builder: Any, address: Any, group: range) -> Any:
         lines = builder.inttoptr(ahead, WORD.as_pointer())
         for offset in lines_ahead:
             prefetch(builder, builder.gep(lines, [offset]))
+        if halves:
+            return [_HalfVector(builder, line, v) for v in group]
         return load_words(builder, [builder.gep(line, [offset]) for offset in offsets])
 
     return fetch
@@ -330,7 +364,7 @@ def _tile(rows: int, vectors: int) -> Any:
             parts = operand.parts
             for number, group in enumerate(register_groups(rows, vectors)):
                 nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
-                fetch = fetch_panel(builder, address, group)
+                fetch = fetch_panel(builder, address, group, operand.by_halves)
                 prefetching = prefetching_of(builder, args[4], number, steps)
                 words = operand.words
                 stride = operand.stride
@@ -355,8 +389,8 @@ def multiply_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int
     """Compute out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
 
     `inputs` are C-contiguous, of `operand_dtype`, as wide as the panel has steps; `panel` is the address of weights of
-    the element type of `like`: uint16 (bfloat16's bits) or float32. Each step prefetches STEP_BYTES of memory where
-    `prefetching` says (PREFETCH).
+    the element type of `like`: uint16 (bfloat16's bits), int16 (float16's) or float32. Each step prefetches STEP_BYTES
+    of memory where `prefetching` says (PREFETCH).
     """
     if rows == 1:
         _wide_1(inputs, like, first_row, panel, prefetching, out)

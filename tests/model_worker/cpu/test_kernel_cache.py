@@ -106,6 +106,10 @@ def test_what_was_compiled_is_known_by_type_and_place(tmp_path: Path, monkeypatc
     kernel_cache.record_compiled(torch.float32, kernel_cache.ENCODER)
     assert kernel_cache.are_compiled(torch.float32, kernel_cache.ENCODER)
     assert not kernel_cache.are_compiled(torch.float32)
+    # A recogniser has an encoder and a decoder.
+    assert not kernel_cache.are_compiled(torch.float32, kernel_cache.SPEECH)
+    kernel_cache.record_compiled(torch.float32)
+    assert kernel_cache.are_compiled(torch.float32, kernel_cache.SPEECH)
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
     assert kernel_cache.are_compiled(torch.float32), "where nothing can be kept, waiting would never end"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -77,3 +79,20 @@ def test_jobs_run_in_order_while_the_number_of_threads_changes() -> None:
     while flying:
         flying.popleft().finish()
     assert (done == PHASES).all()
+
+
+def test_threads_beside_steps_are_nice_and_are_kept_from_no_job() -> None:
+    known = set(threading.enumerate())
+    pool = ThreadPool(3, niceness=7)
+    threads = [thread for thread in threading.enumerate() if thread not in known]
+    done, owners = np.zeros((1, PIECES), np.int64), np.zeros((1, 3), np.int64)
+    ThreadPool.most_threads = 1
+    job = pool.begin(_count_up, 3, 0, done, owners)
+    # The caller takes no part: the others do all of it.
+    while phase_of(job._counter) != OVER:
+        assert all(thread.is_alive() for thread in threads)
+    job.finish()
+    assert (done == PHASES).all()
+    assert owners[0, 0] == 0
+    niceness = {os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threads}
+    assert (len(threads), niceness) == (2, {max(7, os.getpriority(os.PRIO_PROCESS, 0))})
