@@ -7,13 +7,14 @@ answers are as long as asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,33 @@ def with_tokenizer(model: Path) -> Path:
 
 
 def served(model: Path, devices: str, loads: Sequence[int], prompt: int, output: int, folder: Path) -> Figures:
-    """Start a server, load it with so many requests at a time, then kill its worker under streams."""
-    port, log = server.free_port(), folder / "server.log"
-    url = f"http://127.0.0.1:{port}"
+    """Start a server, load it with so many requests at a time, then kill its worker under streams.
+
+    The last is done again with a server whose weights a keeper has.
+    """
     flags = [str(with_tokenizer(model)), "--devices", devices, "--max-running", str(max(loads)), "--log-level", "info"]
-    began = time.perf_counter()
-    with server.running(server.serve_command(port, flags), log) as process:
-        asyncio.run(server.wait_until_ready(url, process, log, START_S))
-        found: Figures = {"seconds to ready": round(time.perf_counter() - began, 1)}
+    found: Figures = {}
+    with _server(flags, folder / "server.log") as (url, supervisor, seconds):
+        found["seconds to ready"] = seconds
         for load in loads:
             found |= _load(url, load, prompt, output, folder)
-        return {**found, **_killed(url, process.pid, prompt, 3 * output)}
+        found |= _killed(url, supervisor, prompt, 3 * output)
+    with _server([*flags, "--weight-keeper"], folder / "keeper.log") as (url, supervisor, _):
+        kept = _killed(url, supervisor, prompt, 3 * output)
+    lines = (folder / "keeper.log").read_text().splitlines()
+    said = [line.partition(": ")[2] for line in lines if "weights were kept" in line or "weights are" in line]
+    return {**found, **{f"{name}, weights kept": value for name, value in kept.items()}, "said of weights": said[:8]}
+
+
+@contextlib.contextmanager
+def _server(flags: Sequence[str], log: Path) -> Iterator[tuple[str, int, float]]:
+    """Run a server. Yields its URL, its supervisor's pid, and the seconds until it was ready."""
+    port = server.free_port()
+    url = f"http://127.0.0.1:{port}"
+    began = time.perf_counter()
+    with server.running(server.serve_command(port, list(flags)), log) as process:
+        asyncio.run(server.wait_until_ready(url, process, log, START_S))
+        yield url, process.pid, round(time.perf_counter() - began, 1)
 
 
 def _load(url: str, load: int, prompt: int, output: int, folder: Path) -> Figures:
