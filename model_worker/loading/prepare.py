@@ -119,8 +119,12 @@ def prepare(
             # More logits come, and these are much memory.
             del expected
             trim_heap()
-            invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)
-            return _with_kv(replace(loaded, row_invariant=invariant), kv_dtype, tokens)
+            if not verify.far_stack_differs(loaded, tokens):
+                trim_heap()
+                invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)
+                return _with_kv(replace(loaded, row_invariant=invariant), kv_dtype, tokens)
+            with torch.inference_mode():
+                expected = verify.eager_logits(model, tokens)
         log.warning(
             "%s is not served by the fused stack but by transformers' modules, since the stack gives other logits",
             architecture,
@@ -152,7 +156,7 @@ def _with_kv(loaded: LoadedModel, kv_dtype: str, tokens: torch.Tensor) -> Loaded
     level = logging.WARNING if change > _MUCH_KV_CHANGE else logging.INFO
     log.log(level, "K and V are kept in %s, which changes logits of random tokens by %.2g", kv_dtype, change)
     if loaded.stack is not None:
-        if not verify.coded_stack_differs(coded, tokens, expected):
+        if not verify.stack_differs(coded, tokens, expected):
             return replace(coded, row_invariant=verify.rows_are_invariant(coded, tokens))
         log.warning("the fused stack gives other logits with K and V in %s than plain torch", kv_dtype)
     if loaded.has_kernels:

@@ -24,6 +24,7 @@ from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
 from model_worker.cpu.threads import OVER, ThreadPool, arrived_last, begin, phase_of, take, wait
+from model_worker.loading import verify
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
@@ -192,6 +193,16 @@ def test_the_log_says_why_a_model_is_not_served_by_the_stack(
     (line,) = [record.getMessage() for record in caplog.records if "is not served by the fused stack" in record.msg]
     assert line.startswith(loaded.architecture)
     assert reason in line
+
+
+@pytest.mark.parametrize("check", ["stack_differs", "far_stack_differs"])
+def test_a_stack_that_gives_other_logits_is_not_used(
+    check: str, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(verify, check, lambda *_: True)
+    loaded = load("llama", "float32", tmp_path_factory.getbasetemp())
+    assert loaded.stack is None
+    assert "by transformers' modules, since the stack gives other logits" in caplog.text
 
 
 @pytest.fixture
