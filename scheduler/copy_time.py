@@ -1,9 +1,9 @@
 """How long it takes to copy a block of K and V, by what was measured, and whether that is less than to compute it.
 
 The time is an average over the blocks that were copied. Earlier blocks count for less and less as time passes, and
-never for many. Where copies do not pay, none is made and none is measured, so the average is doubted more as it gets
-older: a copy that takes twice as long as computing is tried again after `HALF_LIFE`, one that takes four times as long
-after two of them. How often somebody asks makes no difference.
+never for many, as a single copy does not. Where copies do not pay, none is made and none is measured, so the average
+is doubted more as it gets older: a copy that takes twice as long as computing is tried again after `HALF_LIFE`, one
+that takes four times as long after two of them, if none is under way. How often somebody asks makes no difference.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class CopyTime:
         if not blocks:
             return
         before = min(self._blocks, MOST_BLOCKS) * self._faith()
-        self._blocks = before + blocks
-        self._average = (before * (self._average or 0.0) + seconds) / self._blocks
+        # One slow copy of many does not outweigh all before it, either.
+        new = min(blocks, MOST_BLOCKS)
+        self._blocks = before + new
+        self._average = (before * (self._average or 0.0) + new * seconds / blocks) / self._blocks
         self._measured = self._clock()
 
     def pays(self, blocks: int, ahead: int, computing: float | None) -> bool:
@@ -48,7 +50,9 @@ class CopyTime:
         """
         if self._average is None or computing is None:
             return True
-        return self._faith() * self._average * (ahead + blocks) < blocks * computing
+        # One copy is enough to measure anew.
+        faith = 1.0 if ahead else self._faith()
+        return faith * self._average * (ahead + blocks) < blocks * computing
 
     def _faith(self) -> float:
         """1 when the average was measured just now, and half of that after each `HALF_LIFE`."""

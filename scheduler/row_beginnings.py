@@ -131,7 +131,8 @@ class RowBeginnings:
             self.spilled_rows.load(row, cached, slots)
         elif not found.fills:
             self._begin_at(sequence, cached * self._size)
-        if not found.coming:
+        if not found.coming and not found.fills:
+            # A row that waits for another's may still need its own: the other one may end first.
             sequence.elsewhere = None
         # Those that report share few tokens of each step: a row that waited for one would be as slow.
         if self._computes_for_others(sequence) and not self._rows.report_end[row]:

@@ -38,7 +38,7 @@ class RowTable:
         self.upto = np.full(max_rows, ALL_TOKENS, np.int32)
         # Whether the row waits until the worker has read its adapter.
         self.awaits_adapter = np.zeros(max_rows, bool)
-        # Tokens that another row is computing and that this one waits for (`prefix_waits.py`); 0: it waits for none.
+        # Tokens that this row waits for: another one computes them, or they are loaded or sent; 0: it waits for none.
         self.awaited = np.zeros(max_rows, np.int32)
         # Number of the step that the row joined with; 0 before it.
         self.joined = np.zeros(max_rows, np.int64)

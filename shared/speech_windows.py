@@ -19,7 +19,7 @@ from interfaces import CodecFacts
 
 # Frames of the first window, and how many times longer each next one is.
 _FIRST_FRAMES = 2
-_LONGER = 3
+_LONGER = 2
 # Frames of all later windows: at least so many, and at best so many times the frames around them, in so many seconds.
 _LEAST_FRAMES = 25
 _SURROUNDINGS = 4

@@ -7,6 +7,7 @@ returns f32[n, inputs of a block]. Does not know files.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,15 @@ def decode(kind: BlockType, rows: Blocks) -> Values:
             return _by_package(kind, rows)
         blocks = np.ascontiguousarray(rows).reshape(-1, kind.num_bytes)
         return _DECODERS[kind.name](blocks).reshape(len(rows), -1)
+
+
+def package_decodes(kind: BlockType) -> bool:
+    """Whether the format's own package is installed, and knows a type of PACKAGE_TYPES."""
+    if find_spec("gguf") is None:
+        return False
+    from gguf import GGMLQuantizationType
+
+    return kind.name in GGMLQuantizationType.__members__
 
 
 def _by_package(kind: BlockType, rows: Blocks) -> Values:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import mmap
 import struct
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.gguf.blocks import package_decodes
 from shared.gguf.format import (
     ALIGNMENT,
     ARRAY,
@@ -188,10 +188,10 @@ class _Parser:
             stated = OTHER_TYPES.get(number, f"{number}, which is unknown")
             known = ", ".join(known.name for known in TYPES.values())
             raise GgufError(f"{self._path}: the type of tensor {name} is {stated}; use a file with these: {known}")
-        if find_spec("gguf") is None:
+        if not package_decodes(rare):
             raise GgufError(
                 f"{self._path}: the type of tensor {name} is {rare.name}, which the package gguf decodes: "
-                "pip install 'tokenyard[gguf]', or use a file of more bits"
+                "pip install --upgrade 'tokenyard[gguf]', or use a file of more bits"
             )
         return rare
 

@@ -34,7 +34,7 @@ def test_those_ahead_are_waited_for() -> None:
     assert not time.pays(4, 4, computing=0.019)
 
 
-@pytest.mark.parametrize(("times", "half_lives"), [(1.9, 1), (3.9, 2), (1000, 10)])
+@pytest.mark.parametrize(("times", "half_lives"), [(1.9, 1), (3.9, 2), (1000, 10), (2.0**99.5, 100)])
 def test_a_time_is_doubted_by_its_age_alone(times: float, half_lives: int) -> None:
     time, clock = measured(10, 10 * times)
     clock.advance((half_lives - 1) * HALF_LIFE)
@@ -59,4 +59,10 @@ def test_a_new_time_after_long_counts_more_than_the_old_one() -> None:
 def test_many_earlier_blocks_count_as_a_few() -> None:
     time, _ = measured(100_000, 100.0)
     time.learn(MOST_BLOCKS, MOST_BLOCKS * 1.0)
+    assert time.block_seconds == pytest.approx(0.5005)
+
+
+def test_a_slow_copy_of_many_blocks_counts_as_a_few() -> None:
+    time, _ = measured(100, 0.1)
+    time.learn(200, 200 * 1.0)
     assert time.block_seconds == pytest.approx(0.5005)

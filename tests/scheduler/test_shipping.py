@@ -259,16 +259,17 @@ PREFIX = [position % 991 for position in range(1000)]
 
 
 class Shared:
-    """Eight requests with one beginning of 1,000 tokens, in the midst of their answers on worker 0; worker 1 is new."""
+    """Eight requests with one beginning of 1,000 tokens, which then have `own` ones, in the midst of their answers on
+    worker 0, after `answered` tokens; worker 1 is new."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: int = 21, answered: int = 5) -> None:
         self.yard = Yard(replace(LIMITS, max_batch_tokens=64), 1, max_model_len=1200, num_blocks=1000)
-        self.prompts = [[*PREFIX, *range(handle, handle + 21)] for handle in range(8)]
+        self.prompts = [[*PREFIX, *range(handle, handle + own)] for handle in range(8)]
         for handle, prompt in enumerate(self.prompts):
             params = SamplingParams(seed=handle, max_new_tokens=60)
             context = TextContext.from_prompt(prompt, params, request_id=f"moved-{handle}")
             self.yard.scheduler.submit(REPLICA, Submit(handle, context))
-        while len(self.yard.tokens) < 8 or min(map(len, self.yard.tokens.values())) < 5:
+        while len(self.yard.tokens) < 8 or min(map(len, self.yard.tokens.values())) < answered:
             self.yard.turn()
         self.yard.start_worker(1, 0)
         self.left = computed_on(self.yard, 1)
@@ -341,6 +342,19 @@ def test_when_the_first_of_them_is_cancelled_the_others_are_sent_it() -> None:
     # What had come for the one that has gone is sent once more, and no other.
     assert len(shared.asked) < 2 * len(set(shared.asked))
     assert max(shared.left) == 1
+
+
+def test_when_the_first_of_equal_prompts_is_cancelled_the_others_are_sent_it() -> None:
+    """They have nothing of their own that is worth sending."""
+    shared = Shared(own=0, answered=1)
+    yard = shared.yard
+    target = yard.scheduler.workers[1]
+    shared.until(lambda: target.arrivals.blocks > 0)
+    [first] = target.arrivals.open
+    handle = target.rows.sequence(first.row).handle
+    yard.cancel(handle)
+    shared.finish([other for other in range(8) if other != handle])
+    assert max(shared.left) < 20, "the prompt was computed again"
 
 
 def test_when_the_source_dies_one_of_them_computes_what_is_missing() -> None:

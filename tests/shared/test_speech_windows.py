@@ -67,8 +67,8 @@ def test_later_windows_are_long_beside_their_surroundings(codec: CodecFacts, fra
     windows = Windows(1, codec)
     windows.add(list(range(1000)))
     lengths = [len(window.codes) - window.left - window.right for window in windows.ready()]
-    assert lengths[:3] == [2, 6, 18]
-    assert set(lengths[5:]) == {frames}
+    assert lengths[:4] == [2, 4, 8, 16]
+    assert set(lengths[6:]) == {frames}
 
 
 def test_an_incomplete_frame_of_a_part_is_dropped() -> None:

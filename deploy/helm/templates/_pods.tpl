@@ -140,8 +140,8 @@ spec:
       args:
         - worker
         {{- if include "tokenyard.groups" . }}
-        - tcp://$(LWS_LEADER_ADDRESS):5600
         - --index=$(LWS_WORKER_INDEX)
+        - tcp://$(LWS_LEADER_ADDRESS):5600
         {{- else }}
         - tcp://{{ include "tokenyard.name" . }}-workers:5600
         {{- end }}
