@@ -15,6 +15,7 @@ from deploy.serve import (
     command,
     common_environment,
     cpu_share,
+    keeper_spec,
     resolve_devices,
     sweep_shared_memory,
     worker_hang_seconds,
@@ -23,6 +24,7 @@ from deploy.serve import (
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
 from shared import curve
+from shared.endpoints import RunDirectory
 from shared.resources import usable_cores, visible_cores
 from shared.setting_forms import local_devices
 from shared.settings import Settings, SettingsError
@@ -55,22 +57,32 @@ def work(settings: Settings, endpoint: str, index: int | None) -> int:
     timeline = Timeline(on_ready=lambda: None, on_exit=lambda pid: sweep_shared_memory(), form=settings.log_format)
     with private_run_directory(parent_directory()) as directory:
         keep_settings(directory, settings)
-        environment = common_environment(directory)
-        if settings.devices == "cpu":
-            environment |= cpu_share(settings.tensor_parallel, usable_cores(), visible_cores())
-        role = "model_worker:remote" if index is None else f"model_worker:{index}"
-        wanted = ("--index", str(-1 if index is None else index))
-        spec = ChildSpec(
-            role,
-            command(role, directory, *wanted, "--device", settings.devices, "--connect", endpoint),
-            environment,
-            settings.devices,
-            counts_starts=True,
-            forks=settings.devices == "cpu",
-            hang_seconds=worker_hang_seconds(settings),
-            stack_file=str(directory.stack_file(role)),
-        )
+        specs = remote_specs(settings, directory, endpoint, index)
         try:
-            return Supervisor(worker_specs(spec, settings.tensor_parallel), timeline).run()
+            return Supervisor(specs, timeline).run()
         finally:
             timeline.close()
+
+
+def remote_specs(settings: Settings, directory: RunDirectory, endpoint: str, index: int | None) -> list[ChildSpec]:
+    """List the processes of a worker on one device, with the keeper of its weights where the settings want one."""
+    environment = common_environment(directory)
+    if settings.devices == "cpu":
+        environment |= cpu_share(settings.tensor_parallel, usable_cores(), visible_cores())
+    role = "model_worker:remote" if index is None else f"model_worker:{index}"
+    number = -1 if index is None else index
+    is_kept = settings.weight_keeper
+    where = ("--index", str(number), "--device", settings.devices, *(("--keeper",) if is_kept else ()))
+    spec = ChildSpec(
+        role,
+        command(role, directory, *where, "--connect", endpoint),
+        environment,
+        settings.devices,
+        counts_starts=True,
+        forks=settings.devices == "cpu",
+        hang_seconds=worker_hang_seconds(settings),
+        stack_file=str(directory.stack_file(role)),
+    )
+    name = role.partition(":")[2]
+    keepers = [keeper_spec(name, directory, number, settings.devices, environment)] if is_kept else []
+    return [*keepers, *worker_specs(spec, settings.tensor_parallel)]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from deploy.child import ChildSpec
 from deploy.model_paths import resolve_further_models, resolve_model
+from deploy.remote_worker import remote_specs
 from deploy.serve import (
     SHARED_MEMORY,
     child_specs,
@@ -159,6 +160,17 @@ def test_a_gpus_worker_may_have_a_keeper_of_its_weights(tmp_path: Path) -> None:
     assert all(spec.argv[-1] == "--keeper" for spec in workers)
     plain = child_specs(Settings(devices="cuda:0"), RunDirectory(tmp_path))
     assert [spec.role for spec in plain] == ["scheduler", "model_worker", "api_server"]
+
+
+def test_a_worker_for_a_scheduler_elsewhere_may_have_one_too(tmp_path: Path) -> None:
+    place = RunDirectory(tmp_path)
+    settings = Settings(devices="cuda:1", weight_keeper=True)
+    keeper, worker = remote_specs(settings, place, "tcp://elsewhere:5600", None)
+    assert (keeper.name, worker.name, keeper.vital) == ("weight_keeper:remote", "model_worker:remote", False)
+    assert keeper.argv[-4:] == ["--index", "-1", "--device", "cuda:1"]
+    assert worker.argv[-7:] == [*keeper.argv[-4:], "--keeper", "--connect", "tcp://elsewhere:5600"]
+    [alone] = remote_specs(Settings(devices="cpu"), place, "tcp://elsewhere:5600", 3)
+    assert (alone.name, "--keeper" in alone.argv, alone.forks) == ("model_worker:3", False, True)
 
 
 def test_the_ranks_of_a_worker_are_a_group_and_share_the_cores(tmp_path: Path) -> None:
