@@ -68,6 +68,9 @@ def check_group(ranks: int, values: Mapping[str, object]) -> None:
     for group in devices.split(","):
         names = group.split("+")
         check(len(set(names)) == len(names), "devices", devices, "groups of different GPUs")
+        # Workers of the same GPUs share their memory. Of groups that overlap none knows what the other one takes.
+        alone = all(other == group or not {*names} & {*other.split("+")} for other in devices.split(","))
+        check(alone, "devices", devices, "groups that have no GPU in common, or all of them in the same order")
     if ranks == 1 and "+" in devices:
         # The number is taken from the devices where it is not given.
         sizes = ranks_of(devices)

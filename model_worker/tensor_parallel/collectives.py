@@ -58,7 +58,9 @@ class Collectives:
         # All give as much; what is behind a narrower part is left away again.
         mine = torch.nn.functional.pad(rows, (0, widest - rows.shape[-1])) if rows.shape[-1] < widest else rows
         parts = torch.empty((self.ranks, *mine.shape), dtype=part.dtype, device=part.device)
-        dist.all_gather_single(parts.view(-1, widest), mine.contiguous())
+        # The same under the name that torch had for it before 2.13.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(parts.view(-1, widest), mine.contiguous())
         joined = torch.cat([other[:, :width] for other, width in zip(parts, widths, strict=True)], dim=-1)
         return joined.view(*part.shape[:-1], sum(widths))
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
 from model_worker.device_copy import ALIGNMENT
+from model_worker.tensor_parallel.exchange import GroupLost
 
 _HEAD = struct.Struct("<I")
 # The columns of a batch that a model of text computes with, the wide ones first: each begins at a multiple of its own
@@ -42,7 +44,10 @@ class Giving(Protocol):
 
 
 class GroupBackend(Backend):
-    """Rank 0's part of a model, with which the others compute theirs. On GPUs columns are given by `giving`."""
+    """Rank 0's part of a model, with which the others compute theirs. On GPUs columns are given by `giving`.
+
+    GroupLost for a pass that the others may have launched, and this rank not.
+    """
 
     def __init__(self, part: Backend, block_size: int, others: Sending, giving: Giving | None = None) -> None:
         self.device = part.device
@@ -53,16 +58,31 @@ class GroupBackend(Backend):
         self._giving = giving
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        self._send(batch)
-        return self._part.logits(batch)
+        with self._in_step():
+            self._send(batch)
+            return self._part.logits(batch)
 
     @property
     def gives_hidden_states(self) -> bool:
         return self._part.gives_hidden_states
 
     def hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        self._send(batch, hidden=True)
-        return self._part.hidden(batch)
+        with self._in_step():
+            self._send(batch, hidden=True)
+            return self._part.hidden(batch)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """End the group where this rank's GPU has no memory for a pass: the others have launched all sums of it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._giving is None:
+                raise
+            reason = str(error).partition("\n")[0]
+            raise GroupLost(
+                f"rank 0 has no memory for a step; lower max_batch_tokens or kv_memory ({reason})"
+            ) from error
 
     def _send(self, batch: ForwardBatch, hidden: bool = False) -> None:
         if batch.block_size != self._block_size:

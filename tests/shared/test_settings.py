@@ -195,6 +195,13 @@ def test_the_run_directorys_file_brings_the_same_settings(
         ),
         ({"devices": "cuda:0+cuda:1,cuda:2"}, ["devices must be workers with as many GPUs each, got 'cuda:0+cuda:1,"]),
         ({"devices": "cuda:0+cuda:0"}, ["devices must be groups of different GPUs, got 'cuda:0+cuda:0'"]),
+        *(
+            (
+                {"devices": both},
+                [f"devices must be groups that have no GPU in common, or all of them in the same order, got {both!r}"],
+            )
+            for both in ("cuda:0+cuda:1,cuda:1+cuda:2", "cuda:0+cuda:1,cuda:1+cuda:0", "cuda:0,cuda:0+cuda:1")
+        ),
         ({"devices": "cpu+cpu"}, ["devices", "cuda:N+cuda:M"]),
         ({"devices": "cuda:0+cuda:1", "lora": "a=b"}, ["lora 'a=b' does not work with tensor_parallel 2"]),
         ({"devices": "none"}, ["devices", "worker_endpoint"]),

@@ -98,6 +98,19 @@ def unsent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unsent")
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_a_torch_that_has_the_gather_under_its_former_name_launches_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining = Collectives(0, 2, torch.device("cpu"), tmp_path / "meeting")
+    with Exchanges() as exchanges:
+        joining.gather(torch.ones(3, 4), [5, 4])
+        monkeypatch.delattr(dist, "all_gather_single")
+        assert joining.gather(torch.ones(3, 4), [5, 4]).shape == (3, 9)
+    assert exchanges.names == [(False, "c10d::_allgather_base_")] * 2
+
+
+@pytest.mark.usefixtures("unsent")
 def test_a_recorded_step_has_its_sums_in_it_and_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
