@@ -208,7 +208,7 @@ class Worker(Steps):
         runner = _runner(loaded, rows, length, most_tokens=STEP_TOKENS)
         table = WorkerRows(rows, length, loaded.block_size, runner.num_blocks)
         sampler = SamplerRows(rows, loaded.vocab_size, loaded.device)
-        sampler.warm_up()
+        sampler.warm_up(loaded.dtype)
         shared = DeviceStep(table, sampler, runner.backend, WorkerIdentity(0, 0))
         self.backend: Any = runner.backend
         self._rows = rows

@@ -414,7 +414,7 @@ def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
 
     from model_worker.grammar import apply_mask
 
-    sampler.warm_up()
+    sampler.warm_up(loaded.dtype)
     for dtype in {torch.float32, loaded.dtype}:
         apply_mask.warm_up(dtype)
 

@@ -54,7 +54,7 @@ def _penalised(x, number, records, row):
     return tl.where(number > 0, changed, x)
 
 
-@_jit(do_not_specialize=["words", "tiles"])
+@_jit(do_not_specialize=["words", "tiles", "masked", "penalised"])
 def extremes_kernel(
     tops,
     firsts,
@@ -69,33 +69,33 @@ def extremes_kernel(
     width,
     words,
     tiles,
-    MASKS: tl.constexpr,
-    PENALTIES: tl.constexpr,
+    masked,
+    penalised,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Find the largest logit of each tile of BLOCK tokens, NaN if one is no number, and its first token.
 
-    With MASKS the forbidden logits become -inf in place; with COPY `changed` gets the logits as float32, with PENALTIES
-    penalised. Programs: row, part of BLOCKS tiles.
+    Where `masked` is not 0 the forbidden logits become -inf in place; with COPY `changed` gets the logits as float32,
+    and where `penalised` is not 0 penalised. Programs: row, part of BLOCKS tiles.
     """
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * row_stride
+    mask = tl.where(masked != 0, integer(records, row, MASK), -1)
+    slot = tl.where(penalised != 0, integer(records, row, SLOT), -1)
     for block in range(BLOCKS):
         tile = tl.program_id(1) * BLOCKS + block
         at = tile * BLOCK + tl.arange(0, BLOCK)
         inside = at < width
         x = tl.load(source + at, mask=inside, other=float("-inf")).to(tl.float32)
-        if MASKS:
-            mask = integer(records, row, MASK)
-            x = _allowed(x, source, masks + mask * words, at, inside & (mask >= 0) & (at // 32 < words))
-        if PENALTIES:
-            slot = integer(records, row, SLOT)
-            number = tl.load(counts + slot * count_stride + at, mask=inside & (slot >= 0), other=0)
-            if tl.max(number, 0) > 0:
-                x = _penalised(x, number, records, row)
+        if mask >= 0:
+            x = _allowed(x, source, masks + mask * words, at, inside & (at // 32 < words))
         if COPY:
+            if slot >= 0:
+                number = tl.load(counts + slot * count_stride + at, mask=inside, other=0)
+                if tl.max(number, 0) > 0:
+                    x = _penalised(x, number, records, row)
             tl.store(changed + row.to(tl.int64) * changed_stride + at, x, mask=inside)
         if tile < tiles:
             largest = tl.max(tl.where(x == x, x, float("-inf")), 0)

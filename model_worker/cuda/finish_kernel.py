@@ -16,7 +16,7 @@ from model_worker.cuda.draw_rows import GREEDY, PLACE, SLOT, integer, largest_of
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["tiles", "parts"])
+@_jit(do_not_specialize=["tiles", "parts", "draws", "keeps", "counted"])
 def finish_kernel(
     tokens,
     last_tokens,
@@ -29,16 +29,17 @@ def finish_kernel(
     count_stride,
     tiles,
     parts,
-    DRAWS: tl.constexpr,
-    KEEPS: tl.constexpr,
-    COUNTS: tl.constexpr,
+    draws,
+    keeps,
+    counted,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Write a row's token, -1 where its largest logit is not finite. Programs: row.
 
-    It is the first of the largest logit, or with DRAWS of the largest score. KEEPS: the last token of the row's place
-    becomes it, and 0 for a bad row. COUNTS: it is counted, if the row counts.
+    It is the first of the largest logit, or of the largest score where the step `draws` and the row is not greedy.
+    `keeps`: the last token of the row's place becomes it, and 0 for a bad row. `counted`: it is counted, if the row
+    counts.
     """
     row = tl.program_id(0)
     top, is_finite = largest_of_row(tops, row, tiles, TILES)
@@ -47,19 +48,17 @@ def finish_kernel(
     # Of a bad row some tile.
     first = tl.minimum(tl.min(tl.where(found == top, tile, TILES), 0), tiles - 1)
     token = tl.load(firsts + row * tiles + first).to(tl.int64)
-    if DRAWS:
+    if (draws != 0) & (integer(records, row, GREEDY) == 0):
         part = tl.arange(0, PARTS)
         score = tl.load(scores + row * parts + part, mask=part < parts, other=float("-inf"))
         # The first of equal scores, as everywhere.
         best = tl.minimum(tl.min(tl.where(score == tl.max(score, 0), part, PARTS), 0), parts - 1)
-        drawn = tl.load(picked + row * parts + best)
-        token = tl.where(integer(records, row, GREEDY) != 0, token, drawn)
+        token = tl.load(picked + row * parts + best)
     tl.store(tokens + row, tl.where(is_finite, token, -1))
     token = tl.where(is_finite, token, 0)
-    if KEEPS:
+    if keeps != 0:
         tl.store(last_tokens + integer(records, row, PLACE), token)
-    if COUNTS:
-        slot = integer(records, row, SLOT)
-        if slot >= 0:
-            to = counts + slot * count_stride + token
-            tl.store(to, tl.load(to) + 1)
+    slot = integer(records, row, SLOT)
+    if (counted != 0) & (slot >= 0):
+        to = counts + slot * count_stride + token
+        tl.store(to, tl.load(to) + 1)

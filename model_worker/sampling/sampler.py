@@ -126,8 +126,11 @@ class SamplerRows:
         self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
         self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._wanted)
 
-    def warm_up(self) -> None:
-        """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for."""
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
+        """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for.
+
+        `dtype` is that of the logits of steps.
+        """
         neutral = SamplerRows(1, 8, self._device)
         nothing = np.empty(0, np.int32)
         neutral.join(0, SamplingParams(top_k=4, top_p=0.9, logprobs=LogprobMode.WARPED), [], nothing, nothing)
@@ -135,7 +138,7 @@ class SamplerRows:
         neutral.sample(*arguments)
         if self._device.type == "cuda":
             both = (SamplerRows(draw_proof.ROWS, self._vocab_size, self._device) for _ in range(2))
-            self.use_kernels(draw_proof.proven(self._device, *both))
+            self.use_kernels(draw_proof.proven(self._device, *both, dtype))
 
     def use_kernels(self, kernels: TritonDraw | None) -> None:
         """Draw ahead by these kernels from now on; None: by torch's operations."""

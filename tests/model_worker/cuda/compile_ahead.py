@@ -93,13 +93,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     yield "merge", paged_attention.merge_kernel, merged, "bf16"
     sizes = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "K_WIDE": 128, "V_WIDE": 128}
     yield "write", kv_write_kernel.write_kernel, sizes, "bf16"
-    flags = dict.fromkeys(("MASKS", "PENALTIES", "COPY"), True)
-    yield "extremes", extremes_kernel.extremes_kernel, {**flags, "BLOCK": 1024, "BLOCKS": 8}, "bf16"
+    yield "extremes", extremes_kernel.extremes_kernel, {"COPY": True, "BLOCK": 1024, "BLOCKS": 8}, "bf16"
     tiles = {"TILE": 1024, "TILES": 256}
     yield "edge", edge_kernel.edge_kernel, {**tiles, "BLOCK": 4096, "ROOM": 4096}, "bf16"
     yield "pick", pick_kernel.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "bf16"
-    ends = {**dict.fromkeys(("DRAWS", "KEEPS", "COUNTS"), True), "TILES": 256, "PARTS": 32}
-    yield "finish", finish_kernel.finish_kernel, ends, "bf16"
+    yield "finish", finish_kernel.finish_kernel, {"TILES": 256, "PARTS": 32}, "bf16"
     yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
     norms = {"WIDTH": 1024, "WIDE": 1024, "FORM": 0, "INNER": True}
     yield "add and norm", norm_kernel.add_norm_kernel, norms, "bf16"
