@@ -143,8 +143,8 @@ def drawing(hour: Hour) -> Figures:
     if (reason := triton.missing()) is not None:
         return {"skipped": reason}
     width = hour.size(151_936, 600)
-    both = (SamplerRows(draw_proof.ROWS, width, hour.device, counts_there=True) for _ in range(2))
-    return {"draws torch's tokens": draw_proof.proven(hour.device, *both) is not None, "vocabulary": width}
+    plain, other = (SamplerRows(draw_proof.ROWS, width, hour.device, counts_there=True) for _ in range(2))
+    return {"draws torch's tokens": draw_proof.proven(hour.device, plain, other) is not None, "vocabulary": width}
 
 
 def logits(hour: Hour) -> Figures:

@@ -137,8 +137,8 @@ class SamplerRows:
         arguments = (torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
         neutral.sample(*arguments)
         if self._device.type == "cuda":
-            both = (SamplerRows(draw_proof.ROWS, self._vocab_size, self._device) for _ in range(2))
-            self.use_kernels(draw_proof.proven(self._device, *both, dtype))
+            plain, other = (SamplerRows(draw_proof.ROWS, self._vocab_size, self._device) for _ in range(2))
+            self.use_kernels(draw_proof.proven(self._device, plain, other, dtype))
 
     def use_kernels(self, kernels: TritonDraw | None) -> None:
         """Draw ahead by these kernels from now on; None: by torch's operations."""

@@ -141,7 +141,7 @@ def pair() -> tuple[SamplerRows, SamplerRows]:
 def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert draw_proof.proven(CPU, *pair(), torch.bfloat16) is not None
+    assert draw_proof.proven(CPU, *pair(), dtype=torch.bfloat16) is not None
     assert not caplog.text
     extremes, finish = TritonDraw._extremes, TritonDraw._finish
 
