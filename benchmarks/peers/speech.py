@@ -45,7 +45,9 @@ class _Transformers:
         # An English-only model takes no language there.
         file = Path(model) / "generation_config.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
-        self._options = {"language": language} if language and known.get("is_multilingual", True) else {}
+        named = {"language": language} if language and known.get("is_multilingual", True) else {}
+        # The pipeline's own default is a search with five beams: others here decode greedily.
+        self._options: dict[str, Any] = named | {"num_beams": 1}
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 
