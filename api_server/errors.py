@@ -87,7 +87,8 @@ class RequestFailed(Exception):
         name = names.get(self.field or "")
         if self.field is None or name is None:
             return self
-        message = self.message.replace(self.field, name)
+        # Messages name their field once and first; what follows may have the word in a value.
+        message = self.message.replace(self.field, name, 1)
         return RequestFailed(self.kind, message, field=name, retry_after=self.retry_after, numbers=self.numbers)
 
 

@@ -51,18 +51,12 @@ def check_clip(server: ServerState, wish: Wish) -> None:
 
 
 async def voice_of_clip(call: Call, model: SpeakingModel, wish: Wish) -> Voice:
-    """The voice of the wish's clip. Raises RequestFailed that names the field."""
-    server = call.server
+    """The voice of the wish's clip, whose time counts as the request's. Raises RequestFailed that names the field."""
     model.refuse_control(wish.ref_text, "ref_text")
-    source = source_of(wish.ref_audio, _FIELD)
-    (data,) = await bytes_of(server, [source], Budget("sound", MOST_BYTES, MOST_BYTES, _FIELD))
-    clip = await server.voice_clips.read(data, _FIELD)
-    codes = server.voice_clips.codes(clip.digest)
-    if codes is None:
-        codes = await _encoded(call, clip)
-        server.voice_clips.keep(clip.digest, codes)
+    async with scheduling.spending("its clip"):
+        codes = await _codes(call, wish)
     width = model.files.width
-    limit = server.max_model_len
+    limit = call.server.max_model_len
     if limit is not None and len(codes) + width >= limit:
         raise RequestFailed(
             ErrorKind.TOO_LONG,
@@ -71,7 +65,30 @@ async def voice_of_clip(call: Call, model: SpeakingModel, wish: Wish) -> Voice:
             field=_FIELD,
         )
     tokens = [code + model.zeros[i % width] for i, code in enumerate(codes)]
-    return replace(model.voice(wish.voice), tokens=tuple(tokens), transcript=wish.ref_text.strip())
+    voice = replace(model.voice(wish.voice), tokens=tuple(tokens), transcript=wish.ref_text.strip())
+    # The words of the clip are in the prompt of each sentence, too.
+    (least,) = model.prompts(["a"], voice, "")
+    if limit is not None and len(least) + width > limit:
+        raise RequestFailed(
+            ErrorKind.TOO_LONG,
+            f"ref_text and the clip take {len(least)} tokens with a text of one letter, and {limit} are possible with "
+            "its speech: send a shorter clip with fewer words",
+            field="ref_text",
+        )
+    return voice
+
+
+async def _codes(call: Call, wish: Wish) -> list[int]:
+    """The codes of the wish's clip. Raises RequestFailed."""
+    server = call.server
+    source = source_of(wish.ref_audio, _FIELD)
+    (data,) = await bytes_of(server, [source], Budget("sound", MOST_BYTES, MOST_BYTES, _FIELD))
+    clip = await server.voice_clips.read(data, _FIELD)
+    codes = server.voice_clips.codes(clip.digest)
+    if codes is None:
+        codes = await _encoded(call, clip)
+        server.voice_clips.keep(clip.digest, codes)
+    return codes
 
 
 async def _encoded(call: Call, clip: Clip) -> list[int]:

@@ -207,6 +207,7 @@ def test_a_voice_is_imitated_from_a_clip(server: Server, judge: SpeakerJudge) ->
         ({"ref_audio": "https://example.com/a.wav"}, "ref_audio", "ref_audio: this server fetches no URLs"),
         ({"ref_audio": clip_of(30.1)[0]}, "ref_audio", "ref_audio: the sound file is longer than the 30 s"),
         ({"ref_audio": clip_of(1)[0]}, "ref_audio", "ref_audio takes 3000 tokens, and 320 are possible"),
+        ({"ref_text": "dark " * 200}, "ref_text", "ref_text and the clip take "),
     ],
 )
 def test_clips_that_cannot_be_used_are_refused(

@@ -347,6 +347,17 @@ def test_wishes_for_spoken_answers_that_do_not_fit_are_refused_by_field(server: 
             "audio.ref_audio",
             "is no sound file",
         ),
+        (
+            {"audio": {"model": "imitator", "ref_audio": clip_of(0.05)[0], "ref_text": "dark " * 200}},
+            "audio.ref_text",
+            "audio.ref_text and the clip take ",
+        ),
+        # The conversation is looked at first.
+        (
+            {"audio": {"model": "imitator", "ref_audio": "UklGRg==", "ref_text": REF_TEXT}, "max_tokens": 0},
+            "max_tokens",
+            "must be at least 1",
+        ),
         ({"audio": {"format": "ogg"}}, "audio.format", "Input should be 'wav'"),
         ({"stream": True}, "audio.format", "must be pcm16 with stream"),
         ({"n": 2}, "n", "must be 1"),

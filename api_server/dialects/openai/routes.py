@@ -80,8 +80,10 @@ async def chat_completions(call: Call) -> Response:
 async def _spoken(call: Call, body: ChatBody, envelope: rendering.Envelope) -> Response:
     """Answers a conversation by sound."""
     spoken = SpokenChat(call, body, envelope)
+    # No clip is fetched for a body whose fields or messages are refused.
+    request = await requests.chat_request(call, body)
     await spoken.begin()
-    generation = await generate(call.server, await requests.chat_request(call, body))
+    generation = await generate(call.server, request)
 
     def close() -> None:
         generation.close()
