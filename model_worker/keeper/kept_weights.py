@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 256 << 20
 # Bytes at multiples of which storages begin, as torch's own allocator has them.
 _ALIGNMENT = 512
+# What may go wrong with a keeper, its memory and its manifest. torch has no memory: a RuntimeError.
+_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -84,7 +86,8 @@ class KeptWeights:
         """The keeper listens at `path`. `make_pieces` raises OSError where memory of the device cannot be shared."""
         self._path = path
         self._make_pieces = make_pieces
-        self._able = True
+        # Whether memory of the device can be shared, as far as is known.
+        self.able = True
         # Bytes that this process uses of the keeper's memory.
         self.size = 0
 
@@ -94,13 +97,17 @@ class KeptWeights:
             with conversation(self._path) as line:
                 answer, descriptor = line.ask(Open(identity))
                 if descriptor is None:
-                    self._able = answer.able
+                    self.able = answer.able
                     log.info("the weights are read from files, since %s", answer.reason)
                     return None
                 manifest = msgspec.msgpack.decode(_content(descriptor), type=_Manifest)
                 found = self._mapped(line, manifest)
-        except (OSError, RuntimeError, ValueError, msgspec.MsgspecError) as error:
+        except _ERRORS as error:
             log.warning("the weights are read from files, since %s", _said(error))
+            found = None
+        if found is None:
+            # The error, and with it all mappings, has gone. Files are not read beside weights that nobody uses.
+            self._free()
             return None
         self.size = sum(piece.size for piece in manifest.pieces)
         log.info("the weights were kept: %.2f GiB are mapped, and no file of them is read", self.size / 2**30)
@@ -111,7 +118,7 @@ class KeptWeights:
 
         Parameters lie there from now on; of others there is a copy. What cannot be moved stays where it is.
         """
-        if not self._able:
+        if not self.able:
             return
         try:
             with conversation(self._path) as line:
@@ -120,21 +127,29 @@ class KeptWeights:
                     raise OSError(answer.reason)
                 manifest = self._moved(line, facts, tensors)
                 _seal(line, identity, manifest)
-        except (OSError, RuntimeError) as error:
+        except _ERRORS as error:
             log.warning("the weights are not kept for the next worker, since %s", _said(error))
             return
         log.info("%.2f GiB of weights are kept for the next worker", self.size / 2**30)
 
     def drop(self) -> None:
-        """Have the keeper free its memory. No tensor that lies there is used any more."""
-        if not self.size:
-            return
-        self.size = 0
+        """Have the keeper free its memory. No tensor that lies there is used any more.
+
+        A keeper that does not answer is asked again by the next call.
+        """
+        if self.size:
+            self._free()
+
+    def _free(self) -> None:
         try:
             with conversation(self._path) as line:
                 line.ask(Drop())
-        except OSError as error:  # then it keeps nothing
-            log.warning("the weights that were kept: %s", error)
+        except ConnectionError:  # no keeper has them
+            pass
+        except OSError as error:
+            log.warning("the keeper of the weights may still have them: %s", _said(error))
+            return
+        self.size = 0
 
     def _mapped(self, line: Conversation, manifest: _Manifest) -> Found:
         """Map all pieces. ValueError for one that is not what it was."""

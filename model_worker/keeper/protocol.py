@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 _MOST_BYTES = 1 << 16
-# Seconds in which the keeper answers: it makes a piece of memory at most.
-_PATIENCE = 30.0
+# Seconds in which the keeper answers: it moves nothing. A worker may wait for it between two steps.
+_PATIENCE = 5.0
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -91,14 +91,15 @@ class Conversation:
         self._connection = connection
 
     def ask(self, request: Request, descriptor: int | None = None) -> tuple[Answer, int | None]:
-        """Return the answer, and the descriptor that came with it. OSError where there is none."""
+        """Return the answer, and the descriptor that came with it. OSError where there is none: a
+        ConnectionError where the keeper has ended."""
         send(self._connection, request, descriptor)
         try:
             received = receive(self._connection, Answer)
         except ValueError as error:
             raise OSError(f"the keeper of the weights sent {error}") from None
         if received is None:
-            raise OSError("the keeper of the weights has ended")
+            raise ConnectionResetError("the keeper of the weights has ended")
         return received
 
     def descriptor(self, request: Request) -> int:
@@ -111,11 +112,11 @@ class Conversation:
 
 @contextlib.contextmanager
 def conversation(path: Path) -> Iterator[Conversation]:
-    """Talk to the keeper that listens at `path`. OSError where none does."""
+    """Talk to the keeper that listens at `path`. ConnectionError where none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_PATIENCE)
         try:
             connection.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
-            raise OSError("no keeper of the weights is there") from None
+            raise ConnectionRefusedError("no keeper of the weights is there") from None
         yield Conversation(connection)

@@ -7,8 +7,11 @@ know how memory is shared.
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +27,7 @@ from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
-from model_worker.model import ModelRefused, first_line
+from model_worker.model import LoadedModel, ModelRefused, first_line
 from shared.weights_file import stamp_of
 
 log = logging.getLogger(__name__)
@@ -49,13 +52,42 @@ class Keeping:
             return None
         try:
             return kept_model(found, config, architecture)
+        except torch.OutOfMemoryError:
+            raise
         except LOAD_ERRORS as error:
-            self.weights.size = 0
             log.warning("the weights are read from files, since those that were kept make no model: %s", _said(error))
+        # The error, and with it the modules that were made, has gone.
+        del found
+        gc.collect()
+        self.weights.drop()
+        return None
+
+    def prepared(
+        self, config: PreTrainedConfig, architecture: str, prepare: Callable[[PreTrainedModel], LoadedModel]
+    ) -> LoadedModel | None:
+        """Return the model with the weights that are kept, as `prepare` makes it ready; None if it must be read."""
+        model = self.model(copy.deepcopy(config), architecture)
+        if model is None:
             return None
+        try:
+            return prepare(model)
+        except ModelRefused as error:
+            said = "the weights are read from files, since a model of those that were kept fails its proof: %s"
+            log.warning(said, error.reason)
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        del model
+        gc.collect()
+        self.weights.drop()
+        return None
 
     def note(self, model: PreTrainedModel) -> None:
-        """Note the tensors of a model that was read, on the device: they may change before they are kept."""
+        """Note the tensors of a model that was read, on the device: they may change before they are kept.
+
+        Nothing is noted, and so nothing held, of a model that is kept already, or will not be.
+        """
+        if not (self.identity and self.weights.able) or self.weights.size:
+            return
         kinds = [
             [name for name, one in model.named_modules() if type(one) is kind] for kind in (Fp8Linear, BlockFp8Linear)
         ]
@@ -67,22 +99,25 @@ class Keeping:
 
     def keep(self) -> None:
         """Have what was noted kept for the next worker."""
-        if self.identity and self._facts is not None:
+        if self._facts is not None:
             with torch.no_grad():
                 self.weights.keep(self.identity, self._facts, self._tensors)
         self._tensors = {}
 
 
 def identity_of(source: str, overlays: list[str], *settings: object) -> str:
-    """Name the weights that these files and settings make; empty for a model that is no folder here.
-
-    OSError for a file that is missing.
-    """
-    folder = _folder_of(source)
+    """Name the weights that these files and settings make; empty, with a line of the log, where files do not tell."""
+    try:
+        folder = _folder_of(source)
+        stamp = "" if folder is None else stamp_of(str(folder), overlays)
+    except OSError as error:
+        log.warning("the weights are not kept for the next worker, since their files cannot be told apart: %s", error)
+        return ""
     if folder is None:
+        log.info("the weights are not kept for the next worker, since %s is no folder here", source)
         return ""
     versions = torch.__version__, transformers.__version__
-    facts = _FORM, str(folder), stamp_of(str(folder), overlays), overlays, versions, settings
+    facts = _FORM, str(folder), stamp, overlays, versions, settings
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 

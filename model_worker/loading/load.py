@@ -78,11 +78,24 @@ def load_model(
         return prepare_speech(recogniser.eval(), target, max_model_len, has_kernels)
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
-    with reported_weights(progress):
-        found = None if keeping is None else keeping.model(config, architecture)
+
+    def ready(model: PreTrainedModel) -> LoadedModel:
+        if target.type == "cpu":
+            _half_as_bfloat16(model)
+        nn.Module.to(model, target)
+        if keeping is not None:
+            keeping.note(model)
+        if max_position is not None:
+            pin_rope(model, min(max_position, max_model_len or max_position))
+        return _prepared(model.eval(), config, target, quantization, progress, has_kernels, vision, kv_dtype)
+
+    if keeping is not None:
+        with reported_weights(progress):
+            found = keeping.prepared(config, architecture, ready)
         if found is not None:
-            model = found
-        elif gguf is None:
+            return replace(found, kept=keeping.weights)
+    with reported_weights(progress):
+        if gguf is None:
             model = load_weights(source, config, architecture, wanted_dtype, target, overlays)
         elif overlays:
             raise ModelRefused(
@@ -91,14 +104,7 @@ def load_model(
             )
         else:
             model = load_gguf(gguf, config, architecture, wanted_dtype, target)
-    if target.type == "cpu":
-        _half_as_bfloat16(model)
-    nn.Module.to(model, target)
-    if keeping is not None and found is None:
-        keeping.note(model)
-    if max_position is not None:
-        pin_rope(model, min(max_position, max_model_len or max_position))
-    prepared = _prepared(model.eval(), config, target, quantization, progress, has_kernels, vision, kv_dtype)
+    prepared = ready(model)
     if keeping is None:
         return prepared
     keeping.keep()

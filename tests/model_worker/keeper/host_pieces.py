@@ -16,6 +16,8 @@ class HostPieces:
 
     def __init__(self, device: int = 0, most: int = 1 << 30) -> None:
         self.left = most
+        # A handle that is not passed on.
+        self.refused: int | None = None
         self._sizes: dict[int, int] = {}
 
     @property
@@ -32,6 +34,8 @@ class HostPieces:
         return handle
 
     def export(self, handle: int) -> int:
+        if handle == self.refused:
+            raise OSError(errno.EIO, "it is refused")
         return os.dup(handle)
 
     def free(self, handle: int) -> None:

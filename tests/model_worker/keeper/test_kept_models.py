@@ -19,7 +19,8 @@ from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.loading.checkpoint import read_config
 from model_worker.loading.kept import Keeping, identity_of
 from model_worker.loading.load import load_model
-from model_worker.model import LoadedModel
+from model_worker.loading.prepare import prepare
+from model_worker.model import LoadedModel, ModelRefused
 from model_worker.runner import ModelRunner
 from model_worker.weights.serving import free_weights
 from tests.model_worker.keeper.running import Running
@@ -170,11 +171,54 @@ def test_kept_weights_that_make_no_model_are_read_anew(
         (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
         found = load(path, Keeping(keeper.worker(), "one"))
         assert "make no model" in caplog.text
+        assert first.kept is not None
+        assert found.kept is not None
+        assert sum(map(len, set(shared_memory()))) == first.kept.size + found.kept.size
         caplog.clear()
     assert torch.equal(logits(found), want)
 
 
-def test_an_identity_is_that_of_files_and_settings(tmp_path: Path) -> None:
+def test_a_kept_model_that_fails_its_proof_is_let_go_and_read(
+    keeper: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = own_tiny_model("llama", tmp_path / "model")
+    want = logits(load(path, Keeping(keeper.worker(), "one")))
+    assert shared_memory() == []
+    kept: list[bool] = []
+
+    def proven(model: Any, *rest: Any) -> LoadedModel:
+        kept.append(lie_there(model.parameters()))
+        if kept[-1]:
+            raise ModelRefused("LlamaForCausalLM", "its logits are others")
+        # Files are not read beside weights that nobody uses.
+        assert not keeper.memory.handles
+        assert not shared_memory()
+        return prepare(model, *rest)
+
+    monkeypatch.setattr("model_worker.loading.load.prepare", proven)
+    second = load(path, Keeping(keeper.worker(), "one"))
+    assert kept == [True, False]
+    assert "fails its proof: its logits are others" in caplog.text
+    assert torch.equal(logits(second), want)
+    assert second.kept is not None
+    assert second.kept.size
+
+
+def test_memory_that_runs_out_is_no_fault_of_what_was_kept(
+    keeper: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own_tiny_model("llama", tmp_path / "model")
+    load(path, Keeping(keeper.worker(), "one"))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    monkeypatch.setattr("model_worker.loading.kept.kept_model", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(path, Keeping(keeper.worker(), "one"))
+
+
+def test_an_identity_is_that_of_files_and_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = own_tiny_model("llama", tmp_path / "model")
     one = identity_of(str(path), [], "auto", None)
     assert one == identity_of(str(path), [], "auto", None) != ""
@@ -190,5 +234,8 @@ def test_an_identity_is_that_of_files_and_settings(tmp_path: Path) -> None:
     os.utime(path / "model.safetensors", ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
     others.append(identity_of(str(path), [], "auto", None))
     assert len({one, *others}) == 6
+    (path / "gone.safetensors").symlink_to(tmp_path / "nothing")
+    assert identity_of(str(path), [], "auto", None) == ""
+    assert "cannot be told apart: [Errno 2]" in caplog.text
     assert identity_of("no-such/model", [], "auto", None) == ""
     assert identity_of(str(overlay), [], "auto", None) == ""

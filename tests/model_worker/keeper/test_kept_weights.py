@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from model_worker.keeper import kept_weights
+from model_worker.keeper import kept_weights, protocol
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.keeper.pieces import UNIT
 from model_worker.keeper.protocol import Fetch, Make, Open, Seal, conversation
@@ -109,10 +109,45 @@ def test_weights_that_have_changed_are_not_used(keeper: Running, caplog: pytest.
     keeper.worker().keep("one", FACTS, tensors)
     with torch.no_grad():
         tensors["embed.weight"][7, 7] += 1
+    del tensors
     worker = keeper.worker()
     assert worker.find("one") is None
     assert caplog.messages == ["the weights are read from files, since what was kept has changed since"]
     assert worker.size == 0
+    assert keeper.memory.handles == []
+
+
+def test_what_cannot_be_mapped_is_freed(keeper: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is memory for the weights once: those that are read from files take the place of those that were kept."""
+    monkeypatch.setattr(kept_weights, "_PIECE_BYTES", 1)
+    keeper.worker().keep("one", FACTS, some_tensors())
+    count = len(keeper.memory.handles)
+    keeper.memory.left = 0
+    keeper.memory.refused = keeper.memory.handles[2]
+    worker = keeper.worker()
+    assert worker.find("one") is None
+    assert keeper.memory.left == count * UNIT
+    keeper.memory.refused = None
+    worker.keep("one", FACTS, some_tensors())
+    assert worker.size == count * UNIT
+
+
+def test_a_keeper_that_does_not_answer_is_asked_again(
+    keeper: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = keeper.worker()
+    worker.keep("one", FACTS, some_tensors())
+    monkeypatch.setattr(protocol, "_PATIENCE", 0.05)
+    with conversation(keeper.path) as line:
+        line.ask(Open("one"))
+        # It talks to one at a time.
+        worker.drop()
+    assert caplog.messages[0] == "the keeper of the weights may still have them: timed out"
+    assert worker.size
+    monkeypatch.undo()
+    worker.drop()
+    assert worker.size == 0
+    assert keeper.memory.handles == []
 
 
 def test_without_a_keeper_nothing_is_found_and_nothing_moves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
