@@ -92,6 +92,8 @@ def _supervise(
         timeline.output(f"tokenyard: {each.model} as {each.public_model_name!r} on {each.devices}")
     for text in credentials.exposed(given_now()):
         timeline.say("WARNING", text)
+    if text := unused_gpus(given_now().devices, settings.devices):
+        timeline.say("WARNING", text)
     kept = credentials.Credentials(settings, directory, given_now, timeline.say)
     try:
         specs = child_specs(settings, directory, *(listener.fileno() for listener in listeners))
@@ -197,6 +199,13 @@ def resolve_devices(settings: Settings) -> Settings:
         raise SettingsError(f"tensor_parallel {ranks} wants as many GPUs, and this machine has {', '.join(seen)}")
     groups = ["+".join(seen[first : first + ranks]) for first in range(0, len(seen) // ranks * ranks, ranks)]
     return dataclasses.replace(settings, devices=",".join(groups) or "cpu")
+
+
+def unused_gpus(wanted: str, devices: str) -> str:
+    """Name the GPUs that `auto` has left over, because they are too few for a group; empty if there are none."""
+    used = re.split("[,+]", devices)
+    left = [gpu for gpu in machine.cuda_devices() if gpu not in used] if wanted == "auto" else []
+    return f"devices auto leaves {', '.join(left)} unused: too few for one more group" if left else ""
 
 
 def resolve_curve(settings: Settings) -> Settings:

@@ -79,13 +79,19 @@ class ModelRunner:
         self.backend.logits(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
         self.backend.logits(self._first_tokens(1))
 
-    def record(self, max_rows: int, max_model_len: int, max_tokens: int) -> None:
+    def record(self, max_rows: int, max_model_len: int, max_tokens: int, alone: bool = True) -> None:
         """Record steps of sequences up to `max_model_len` tokens as graphs, where the device has them.
 
-        Those of up to `max_tokens` tokens may have prompts in them.
+        Those of up to `max_tokens` tokens may have prompts in them. Unless `alone`, as one rank of a group, a want of
+        memory is an error.
         """
         if self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend):
-            self.backend.record(max_rows, max_model_len, max_tokens, spare_block=self.num_blocks)
+            self.backend.record(max_rows, max_model_len, max_tokens, self.num_blocks, alone)
+
+    @property
+    def records(self) -> bool:
+        """Whether decode steps are recorded."""
+        return isinstance(self.backend, ModulesBackend) and self.backend.records
 
     def _first_tokens(self, length: int) -> ForwardBatch:
         """A sequence of `length` tokens, all in block 0."""

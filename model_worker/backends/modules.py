@@ -30,6 +30,7 @@ from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_ad
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.fill_proof import fills_are_right
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
+from model_worker.cuda.memory import is_for_want_of_memory
 from model_worker.cuda.mixed_graphs import MixedBuffers, MixedGraphs
 from model_worker.embedding_hooks import added_behind_layers, taken_inputs
 from model_worker.kv_cache import KVCache
@@ -63,12 +64,13 @@ class ModulesBackend(Backend):
         self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
-    def record(self, max_rows: int, max_model_len: int, max_tokens: int, spare_block: int) -> None:
+    def record(self, max_rows: int, max_model_len: int, max_tokens: int, spare_block: int, alone: bool = True) -> None:
         """Record steps of sequences up to `max_model_len` tokens as graphs. Padding uses `spare_block`.
 
         Decode steps, and with Triton's attention also those with prompts, of up to `max_tokens` tokens; 0: none.
 
-        A model whose forward pass waits for the device (for routing tokens to experts, say) runs without.
+        A model whose forward pass waits for the device (for routing tokens to experts, say) runs without. So does one
+        that is `alone` for want of memory; in a group that error is raised, since other ranks may have recorded.
         """
         blocks = -(-max_model_len // self._cache.block_size)
         has_triton = self._attend is triton.attend
@@ -82,6 +84,10 @@ class ModulesBackend(Backend):
                 self._graphs = DecodeGraphs(self._forward, DecodeBuffers(max_rows, *places), recorder)
         except RuntimeError as error:  # torch.OutOfMemoryError, too: steps need no recording
             self._graphs = self._mixed = None
+            # The end of a capture may have an error of its own.
+            for cause in (error, error.__context__):
+                if not alone and isinstance(cause, Exception) and is_for_want_of_memory(cause):
+                    raise cause from None
             reason = str(error).partition("\n")[0]
             log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)
 

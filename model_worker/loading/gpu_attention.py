@@ -8,7 +8,7 @@ fails in any way, of which there are many between builds of torch, drivers and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,26 +54,51 @@ def candidates(loaded: LoadedModel) -> list[Candidate]:
 
 
 def choose_attention(
-    loaded: LoadedModel, tokens: Tensor, expected: Tensor, kernels: Sequence[Candidate] | None = None
+    loaded: LoadedModel,
+    tokens: Tensor,
+    expected: Tensor,
+    kernels: Sequence[Candidate] | None = None,
+    agreed: Callable[[bool], bool] | None = None,
 ) -> LoadedModel:
-    """Use the first kernel that can attend for this model and proves it; else plain torch, and log the reasons."""
+    """Use the first kernel that can attend for this model and proves it; else plain torch, and log the reasons.
+
+    In a group `agreed` says whether something is so on all ranks. They take the same kernel, since they compute passes
+    together. ModelRefused where such a pass fails on this rank: the others cannot know.
+    """
     reasons = []
     for kernel in candidates(loaded) if kernels is None else kernels:
-        reason = kernel.reason
+        reason = kernel.reason or _failure_alone(loaded, kernel)
+        if agreed is not None and not agreed(reason is None):
+            reason = reason or "it fails on another rank"
         if reason is None:
             try:
-                with torch.inference_mode():
-                    check_attention(loaded, kernel)
                 verify.check_paged(loaded, tokens, expected, kernel.name, kernel.block_size)
                 return replace(loaded, attention_name=kernel.name, block_size=kernel.block_size)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # compilers and drivers have errors of their own
                 reason = first_line(error)
-                log.warning("%s is not served by the %s attention: %s", loaded.architecture, kernel.name, reason)
+                # What is refused has the same logits on all ranks.
+                if agreed is not None and not isinstance(error, ModelRefused):
+                    text = f"a pass with the {kernel.name} attention fails on one rank: {reason}"
+                    raise ModelRefused(loaded.architecture, text) from error
+        if kernel.reason is None:
+            log.warning("%s is not served by the %s attention: %s", loaded.architecture, kernel.name, reason)
         reasons.append(f"{kernel.name}: {reason}")
     log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, "; ".join(reasons))
     return replace(loaded, attention_name="reference")
+
+
+def _failure_alone(loaded: LoadedModel, kernel: Candidate) -> str | None:
+    """Say why a kernel does not prove itself on its own; None if it does."""
+    try:
+        with torch.inference_mode():
+            check_attention(loaded, kernel)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and drivers have errors of their own
+        return first_line(error)
+    return None
 
 
 def check_attention(loaded: LoadedModel, kernel: Candidate) -> None:

@@ -49,14 +49,15 @@ def prepare(
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     kv_dtype: str = "auto",
     fuses: bool = True,
-    whole: bool = True,
+    agreed: Callable[[bool], bool] | None = None,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
     `has_kernels` says for the weights' dtype whether a CPU's kernels of a family (`kernel_cache.FAMILIES`) are
     compiled. Without them the model stays as it is, and attends in plain torch. `kv_dtype` names codes in which K and V
     are kept, or is auto. Unless the model `fuses`, the fused stack is not tried: it knows neither tokens that see later
-    ones, as images make them, nor other ranks. Nor are fused layers where it is not `whole`, but one rank's part.
+    ones, as images make them, nor other ranks. For one rank's part `agreed` says whether something is so on all ranks:
+    they take the same ways, since they compute passes together, and no fused layers.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -111,9 +112,9 @@ def prepare(
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in dict.fromkeys(packed))
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded) if fuses else None)
     if device.type == "cuda":
-        _replace_modules(loaded, tokens, expected)
-        chosen = choose_attention(loaded, tokens, expected)
-        return fuse_layers(chosen, tokens, expected) if whole else chosen
+        _replace_modules(loaded, tokens, expected, agreed)
+        chosen = choose_attention(loaded, tokens, expected, agreed=agreed)
+        return fuse_layers(chosen, tokens, expected) if agreed is None else chosen
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
             # More logits come, and these are much memory.
@@ -164,9 +165,19 @@ def _with_kv(loaded: LoadedModel, kv_dtype: str, tokens: torch.Tensor) -> Loaded
     return plain
 
 
-def _replace_modules(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compute norms and gated layers by kernels, if the model gives the same logits. Refuses one that never does."""
+def _replace_modules(
+    loaded: LoadedModel,
+    tokens: torch.Tensor,
+    expected: torch.Tensor,
+    agreed: Callable[[bool], bool] | None = None,
+) -> None:
+    """Compute norms and gated layers by kernels, if the model gives the same logits. Refuses one that never does.
+
+    In a group all ranks replace some, or none does: those that do may try another pass, which is one of all.
+    """
     replaced = ReplacedModules(loaded.model)
+    if agreed is not None and not agreed(bool(replaced)):
+        replaced.undo()
     try:
         verify.check_paged(loaded, tokens, expected)
     except ModelRefused as error:

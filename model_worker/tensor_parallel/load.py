@@ -64,7 +64,11 @@ def load_part(
     nn.Module.to(model, device)
     if max_position is not None:
         pin_rope(model, min(max_position, max_model_len or max_position))
-    return prepare(model.eval(), device, "none", progress, fuses=False, whole=False)
+
+    def agreed(here: bool) -> bool:
+        return int(joining.sum(torch.tensor([int(here)], device=device)).item()) == ranks
+
+    return prepare(model.eval(), device, "none", progress, fuses=False, agreed=agreed)
 
 
 def _splittable_config(source: str | Path, ranks: int) -> PreTrainedConfig:

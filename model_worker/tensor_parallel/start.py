@@ -11,6 +11,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,7 @@ class Group:
         terms = {"num_blocks": runner.num_blocks, "block_size": size, "record": record}
         self._leader.send(json.dumps(terms).encode())
         if self._collectives is not None:
-            # NCCL wants a first use before a recording.
-            runner.warm_up()
-            runner.record(*record)
+            _record(runner, record, self._collectives)
         runner.backend = GroupBackend(runner.backend, size, self._leader, self._collectives)
         runner.warm_up()
         self._leader.send(_STARTED)
@@ -120,10 +119,11 @@ class Rank:
     def __init__(
         self, settings: Settings, folder: Path, index: int, epoch: int, rank: int, device: str, workers: int
     ) -> None:
-        """Load the part. Raises ValueError or OSError for a model that cannot be served."""
+        """Load the part, and compute the first passes with it.
+
+        Raises ValueError or OSError for a model that cannot be served, and torch's errors for a want of memory.
+        """
         self._rank = rank
-        self._settings = settings
-        self._workers = workers
         self._patience = _patience(settings)
         phases.phase("meet rank 0")
         place = _place(settings, folder, index, rank, epoch)
@@ -131,7 +131,7 @@ class Rank:
         self._link = Follower(place)
         self._collectives = _collectives(place, torch_device)
         phases.phase("load weights")
-        self._loaded = load_part(
+        loaded = load_part(
             settings.model,
             settings.dtype,
             settings.tensor_parallel,
@@ -140,6 +140,20 @@ class Rank:
             settings.max_model_len,
             torch_device,
         )
+        phases.phase("allocate KV")
+        if self._collectives is not None:
+            # The passes by which the first rank learns what is left are passes of all.
+            self._collectives.least(_rank_memory(settings, loaded, workers))
+        terms = json.loads(_next(self._link))
+        runner = ModelRunner(loaded, terms["num_blocks"], terms["block_size"])
+        torch.set_grad_enabled(False)
+        phases.phase("compile kernels")
+        if self._collectives is None:
+            cpu.warm_up(runner.cache.layout.dtype)
+        else:
+            _record(runner, terms["record"], self._collectives)
+        self._backend = runner.backend
+        follow(self._backend, lambda: _next(self._link), self._collectives)
 
     def run(self) -> None:
         """Compute what rank 0 computes, until it ends."""
@@ -147,20 +161,6 @@ class Rank:
         # Rank 0 ends its step first, and its end is this one's.
         signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
         try:
-            phases.phase("allocate KV")
-            if self._collectives is not None:
-                # The passes by which the first rank learns what is left are passes of all.
-                self._collectives.least(_rank_memory(self._settings, self._loaded, self._workers))
-            terms = json.loads(_next(self._link))
-            runner = ModelRunner(self._loaded, terms["num_blocks"], terms["block_size"])
-            torch.set_grad_enabled(False)
-            phases.phase("compile kernels")
-            if self._collectives is None:
-                cpu.warm_up(runner.cache.layout.dtype)
-            else:
-                runner.warm_up()
-                runner.record(*terms["record"])
-            follow(runner.backend, lambda: _next(self._link), self._collectives)
             self._link.exchange.patience = self._patience
             # The start has left it off; weights and modules live as long as the process, so it need not visit them.
             gc.collect()
@@ -168,7 +168,7 @@ class Rank:
             gc.enable()
             forkserver.has_served()
             phases.ready(rank=self._rank)
-            follow(runner.backend, lambda: _next(self._link), self._collectives)
+            follow(self._backend, lambda: _next(self._link), self._collectives)
         except GroupLost as error:
             if terminated:
                 return
@@ -177,6 +177,16 @@ class Rank:
             # The supervisor sees the end of the rank that was lost first, and names that.
             time.sleep(_LAST_SECONDS)
             sys.exit(1)
+
+
+def _record(runner: ModelRunner, record: Sequence[int], collectives: Collectives) -> None:
+    """Record steps, on all ranks or on none: a recorded step has padding, so its sums have other shapes."""
+    # NCCL wants a first use before a recording.
+    runner.warm_up()
+    max_rows, max_model_len, max_tokens = record
+    runner.record(max_rows, max_model_len, max_tokens, alone=False)
+    if collectives.least(int(runner.records)) != int(runner.records):
+        raise GroupLost("this rank has recorded its steps and another one has not: the log of that one says why")
 
 
 def _next(link: Follower) -> bytes:

@@ -26,6 +26,7 @@ from deploy.serve import (
     one_thread,
     resolve_devices,
     sweep_shared_memory,
+    unused_gpus,
 )
 from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
@@ -120,6 +121,8 @@ def test_auto_takes_the_gpus_that_torch_could_use(monkeypatch: pytest.MonkeyPatc
         SettingsError, match="tensor_parallel 3 wants as many GPUs, and this machine has cuda:0, cuda:1"
     ):
         resolve_devices(Settings(tensor_parallel=3))
+    assert (unused_gpus("auto", "cuda:0+cuda:1"), unused_gpus("cuda:0", "cuda:0")) == ("", "")
+    assert unused_gpus("auto", "cuda:0") == "devices auto leaves cuda:1 unused: too few for one more group"
     with pytest.raises(SettingsError, match="devices names cuda:2"):
         resolve_devices(Settings(devices="cuda:1+cuda:2"))
     monkeypatch.setattr("deploy.machine.torch_version", lambda: "2.13.0+cpu")

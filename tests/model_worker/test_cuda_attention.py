@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +16,7 @@ from model_worker.kv_cache import AttentionParams, KVLayout, LayerShape
 from model_worker.loading import verify
 from model_worker.loading.gpu_attention import choose_attention
 from model_worker.loading.load import load_model
+from model_worker.model import ModelRefused
 from tests.model_worker.test_attention import Case, relative_error
 from tests.model_worker.tiny_models import tiny_model
 
@@ -135,7 +135,7 @@ def test_a_kernel_that_fails_its_proof_is_not_used(
     assert loaded.block_size == 16
     monkeypatch.setattr(cuda, "unsupported", lambda *_: None)
     tokens = verify.tokens(loaded.model.config, loaded.device)
-    expected = torch.from_numpy(np.random.default_rng().normal(size=(2, tokens.shape[1], loaded.vocab_size)))
+    expected = torch.randn(2, tokens.shape[1], loaded.vocab_size)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", written_out)
     assert choose_attention(loaded, tokens, expected).attention_name == "reference"
     assert "attends in plain torch" in caplog.text
@@ -144,5 +144,19 @@ def test_a_kernel_that_fails_its_proof_is_not_used(
         expected = verify.eager_logits(loaded.model, tokens)
     served = choose_attention(loaded, tokens, expected)
     assert (served.attention_name, served.block_size) == ("cuda", 256)
+    asked: list[bool] = []
+
+    def no_other(here: bool) -> bool:
+        asked.append(here)
+        return False
+
+    on_another_rank = choose_attention(loaded, tokens, expected, agreed=no_other)
+    assert (on_another_rank.attention_name, asked) == ("reference", [False, True])
+    assert "cuda: it fails on another rank" in caplog.text
+    with monkeypatch.context() as broken:
+        # No other rank would leave out the pass that fails here.
+        broken.setattr(verify, "check_paged", lambda *_: 1 / 0)
+        with pytest.raises(ModelRefused, match="a pass with the cuda attention fails on one rank"):
+            choose_attention(loaded, tokens, expected, agreed=bool)
     monkeypatch.undo()
     assert choose_attention(loaded, tokens, expected).attention_name == "reference", "a CPU has no such kernel"

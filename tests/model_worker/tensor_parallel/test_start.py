@@ -7,9 +7,13 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from model_worker.tensor_parallel import start
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.tensor_parallel.links import Leader, Place
 from shared.endpoints import RunDirectory
@@ -31,3 +35,46 @@ def test_a_rank_that_is_refused_says_why(tmp_path: Path, tmp_path_factory: pytes
     assert rank.returncode == 1, said
     assert "this worker ends: " in said
     assert "Traceback" not in said
+
+
+class Recording:
+    """A runner that records its steps, or has no graph; and what joins it with others, the least of which is known."""
+
+    def __init__(self, here: bool, everywhere: bool) -> None:
+        self.records = here
+        self._everywhere = everywhere
+        self.alone = True
+
+    def warm_up(self) -> None:
+        pass
+
+    def record(self, *limits: int, alone: bool) -> None:
+        self.alone = alone
+
+    def least(self, number: int) -> int:
+        return min(number, int(self._everywhere))
+
+
+def test_ranks_of_which_one_has_no_recording_end() -> None:
+    for here in (True, False):
+        rank: Any = Recording(here, here)
+        start._record(rank, (4, 64, 0), rank)
+        assert not rank.alone
+    rank = Recording(True, False)
+    with pytest.raises(GroupLost, match="another one has not"):
+        start._record(rank, (4, 64, 0), rank)
+
+
+def test_a_rank_without_memory_says_so_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` reports errors of what makes a rank, as it does those of rank 0."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for K and V")
+
+    monkeypatch.setattr(start, "Follower", lambda _: SimpleNamespace(exchange=None))
+    monkeypatch.setattr(start, "load_part", lambda *_: None)
+    monkeypatch.setattr(start, "_next", lambda _: b'{"num_blocks": 1, "block_size": 1}')
+    monkeypatch.setattr(start, "ModelRunner", full)
+    settings = Settings(model=str(tiny_model("llama", tmp_path)), tensor_parallel=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        start.Rank(settings, tmp_path, 0, 0, 1, "cpu", 1)
