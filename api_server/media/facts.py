@@ -11,6 +11,7 @@ import logging
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.processors import NoProcessor, Processor, Vision
 from api_server.media.sound_processors import SoundProcessor
+from shared.gguf.format import is_gguf
 
 log = logging.getLogger("tokenyard")
 
@@ -45,11 +46,16 @@ class ImageFacts:
             raise RequestFailed(ErrorKind.UNSUPPORTED, message) from None
 
     def _read(self) -> Vision:
+        if is_gguf(self._model):
+            raise NoProcessor("a GGUF file has the weights of a text model alone")
         if self._most_sound_seconds is None:
             return Processor(self._model, 0).facts
         return SoundProcessor(self._model, self._most_sound_seconds).facts
 
     def _has_tower(self) -> bool:
+        if is_gguf(self._model):
+            # transformers would read the whole file, as if it were a config.
+            return False
         from transformers import PreTrainedConfig
 
         try:
