@@ -144,7 +144,8 @@ def drawing(hour: Hour) -> Figures:
         return {"skipped": reason}
     width = hour.size(151_936, 600)
     plain, other = (SamplerRows(draw_proof.ROWS, width, hour.device, counts_there=True) for _ in range(2))
-    return {"draws torch's tokens": draw_proof.proven(hour.device, plain, other) is not None, "vocabulary": width}
+    alike = draw_proof.proven(hour.device, plain, other, getattr(torch, hour.dtype)) is not None
+    return {"draws torch's tokens": alike, "vocabulary": width}
 
 
 def logits(hour: Hour) -> Figures:

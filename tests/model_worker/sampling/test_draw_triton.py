@@ -138,18 +138,39 @@ def pair() -> tuple[SamplerRows, SamplerRows]:
     return sampler_of(draw_proof.ROWS, 100, False), sampler_of(draw_proof.ROWS, 100, False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_that_draw_torchs_tokens_are_proven(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    assert draw_proof.proven(CPU, *pair(), dtype) is not None
+    assert not caplog.text
+
+
 def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert draw_proof.proven(CPU, *pair(), dtype=torch.bfloat16) is not None
-    assert not caplog.text
-    extremes, finish = TritonDraw._extremes, TritonDraw._finish
+    """What is wrong in one of the kernels' forms is found, in whichever steps it serves."""
+    extremes, draws, finish = TritonDraw._extremes, TritonDraw._draw, TritonDraw._finish
 
     def unmasked(self: TritonDraw, logits: Any, changed: Any, records: Any, masks: Any, counts: Any) -> None:
         extremes(self, logits, changed, records, None, counts)
 
     def uncounted(self: TritonDraw, logits: Any, changed: Any, records: Any, masks: Any, counts: Any) -> None:
         extremes(self, logits, changed, records, masks, None)
+
+    def unmasked_where_nothing_is_counted(
+        self: TritonDraw, logits: Any, changed: Any, records: Any, masks: Any, counts: Any
+    ) -> None:
+        extremes(self, logits, changed, records, masks if changed is not None else None, counts)
+
+    def wrong_for_the_models_dtype(self: TritonDraw, logits: torch.Tensor, records: torch.Tensor) -> None:
+        draws(self, logits if logits.dtype == torch.float32 else -logits, records)
+
+    def reads_beyond_rows(self: TritonDraw, logits: Any, changed: Any, records: Any, masks: Any, counts: Any) -> None:
+        dense = logits.as_strided(logits.shape, (logits.shape[1], 1))
+        extremes(self, dense, changed, records, masks, counts)
+
+    def wrong_for_greedy_rows(self: TritonDraw, step: DrawStep) -> torch.Tensor:
+        tokens = finish(self, step)
+        return tokens if step.draws else tokens + 1
 
     def kept_nowhere(self: TritonDraw, step: DrawStep) -> torch.Tensor:
         return finish(self, DrawStep(step.records, step.draws, counts=step.counts))
@@ -160,12 +181,16 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     for name, wrong in (
         ("_extremes", unmasked),
         ("_extremes", uncounted),
+        ("_extremes", unmasked_where_nothing_is_counted),
+        ("_extremes", reads_beyond_rows),
+        ("_draw", wrong_for_the_models_dtype),
+        ("_finish", wrong_for_greedy_rows),
         ("_finish", kept_nowhere),
         ("_finish", fails),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(TritonDraw, name, wrong)
             caplog.clear()
-            assert draw_proof.proven(CPU, *pair()) is None
+            assert draw_proof.proven(CPU, *pair(), torch.bfloat16) is None, wrong.__name__
             said = "no such compiler" if wrong is fails else "the kernels draw other tokens"
             assert said in caplog.text
