@@ -16,15 +16,16 @@ from model_worker.cuda.fp8_linear import LARGEST, LEAST_SCALE, TOLERANCE, lacks_
 
 # Outputs, and inputs, of a block.
 SIDE = 128
-# Sizes of the trial that is compared: no multiples of blocks nor of tiles.
+# Sizes of the trial that is compared: no multiples of blocks nor of tiles. Its groups of inputs are many more than
+# those that are on their way at a time.
 _TRIAL_TOKENS = (1, 17, 600)
 _TRIAL_OUTPUTS = 208
-_TRIAL_INPUTS = 272
+_TRIAL_INPUTS = SIDE * 17 + 16
 # What rounding to e4m3 changes at most: this part of a number, or of a scale where the number is next to nothing.
 _ROUNDED = 1 / 16
 _ROUNDED_OF_SCALE = 1 / 1024
-# Tokens of the trials whose time is taken: a step of answers, and one with a prompt.
-_TIMED_TOKENS = (16, 1024)
+# Tokens of the trials whose time is taken: steps of few answers and of many, and one with a prompt.
+_TIMED_TOKENS = (16, 32, 128, 1024)
 # How much longer a product in FP8 may take: times vary by some hundredths.
 _SLOWER = 1.05
 
@@ -85,14 +86,15 @@ def unsupported(device: torch.device) -> str:
 
     codes = (drawn(_TRIAL_OUTPUTS, _TRIAL_INPUTS) * 100).to(torch.float8_e4m3fn)
     scales = drawn(-(-_TRIAL_OUTPUTS // SIDE), -(-_TRIAL_INPUTS // SIDE)).exp() / 100
-    linear = BlockFp8Linear(codes, scales, drawn(_TRIAL_OUTPUTS).bfloat16())
+    biased, plain = (BlockFp8Linear(codes, scales, bias) for bias in (drawn(_TRIAL_OUTPUTS).bfloat16(), None))
     try:
         with torch.inference_mode():
             for count in _TRIAL_TOKENS:
                 # Groups of unlike sizes, so that a scale in the wrong place shows.
                 x = drawn(count, _TRIAL_INPUTS) * drawn(count, 1).exp() * drawn(_TRIAL_INPUTS).exp()
-                if reason := _differs(linear, x.bfloat16(), device):
-                    return reason
+                for linear in (biased, plain):
+                    if reason := _differs(linear, x.bfloat16(), device):
+                        return reason
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a Triton, a compiler or a card without it
@@ -118,7 +120,18 @@ def _differs(linear: BlockFp8Linear, x: Tensor, device: torch.device) -> str:
 
 
 def slower(device: torch.device, outputs: int, inputs: int) -> str:
-    """Say that products with weights of this shape take longer than with decoded ones, on a GPU; empty if not."""
+    """Say that products with weights of this shape take longer than with decoded ones, on a GPU; empty if not.
+
+    Where they cannot be timed, it says that.
+    """
+    try:
+        return _slower(device, outputs, inputs)
+    except Exception as error:  # of a Triton, a compiler or a card without it, and of one without the memory
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"its products cannot be timed: {reason}"
+
+
+def _slower(device: torch.device, outputs: int, inputs: int) -> str:
     codes = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
     scales = torch.ones(-(-outputs // SIDE), -(-inputs // SIDE), device=device)
     plain = codes.to(torch.bfloat16)

@@ -121,10 +121,18 @@ def test_layers_of_the_same_input_are_one_product() -> None:
     assert not JoinedLinear.joins(parts[::-1]), "a block would have outputs of two layers"
 
 
-def test_this_machine_multiplies_them() -> None:
+@pytest.fixture
+def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels are slow."""
+    monkeypatch.setattr(fp8_blocks, "_TRIAL_INPUTS", 2 * SIDE + 16)
+
+
+def test_this_machine_multiplies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_blocks, "_TRIAL_TOKENS", (1, 17))
     assert unsupported(CPU) == ""
 
 
+@pytest.mark.usefixtures("small_trials")
 def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     product, rounding = fp8_block_kernel.multiply_blocks, fp8_blocks.rounded_groups
 
@@ -137,6 +145,7 @@ def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda a, a_scales, b, b_scales, *rest: product(a, a_scales, b, b_scales.flip(1), *rest),
         lambda a, a_scales, *rest: product(a, a_scales.roll(1, 1), *rest),
         lambda a, *rest: product(a, *rest).roll(1, 0) if len(a) > 512 else product(a, *rest),
+        lambda *given: product(*given) * (1.5 if given[4] is None else 1),
     ):
         monkeypatch.setattr(fp8_block_kernel, "multiply_blocks", wrong)
         assert "wrong by" in unsupported(CPU)
@@ -148,8 +157,11 @@ def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("times", "reason"),
     [
-        ((1.0, 1.5, 5.0, 4.9), ""),
-        ((1.0, 1.5, 5.0, 2.0), "a product of 1024 tokens takes 5 ms, and 2 ms with a decoded weight"),
+        ((1.0, 1.5, 1.0, 1.5, 1.0, 1.5, 5.0, 4.9), ""),
+        (
+            (1.0, 1.5, 1.0, 1.5, 1.0, 1.5, 5.0, 2.0),
+            "a product of 1024 tokens takes 5 ms, and 2 ms with a decoded weight",
+        ),
         ((3.0, 1.5, 1.0, 2.0), "a product of 16 tokens takes 3 ms, and 1.5 ms with a decoded weight"),
     ],
 )
@@ -167,6 +179,15 @@ def test_what_is_slower_than_a_decoded_weight_is_found_out(
     assert slower(CPU, 32, 48) == reason
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no timer here\nbacktrace"), torch.OutOfMemoryError("no timer here")])
+def test_weights_that_cannot_be_timed_are_decoded(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def milliseconds(call: Callable[[], Tensor]) -> float:
+        raise error
+
+    monkeypatch.setattr(fp8_blocks, "milliseconds", milliseconds)
+    assert slower(CPU, 32, 48) == "its products cannot be timed: no timer here"
+
+
 SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 208, "head_dim": 32, "num_hidden_layers": 1}
 
 
@@ -179,6 +200,7 @@ def loaded(path: Path) -> Any:
     ).eval()
 
 
+@pytest.mark.usefixtures("small_trials")
 def test_a_checkpoint_keeps_its_numbers(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
@@ -202,6 +224,7 @@ def test_a_checkpoint_keeps_its_numbers(
     assert error < 0.08
 
 
+@pytest.mark.usefixtures("small_trials")
 def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
