@@ -340,6 +340,7 @@ def keeper_spec(name: str, directory: RunDirectory, index: int, device: str, env
         env,
         device,
         stop_seconds=_SECONDS_TO_STOP,
+        hang_seconds=HANG_SECONDS,
         stack_file=str(directory.stack_file(f"weight_keeper:{index}")),
         vital=False,
     )

@@ -7,14 +7,19 @@ on the GPU. So the keeper takes no memory there, and a worker goes on when its k
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import logging
 import weakref
+from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _LIBRARY = "libcuda.so.1"
 # CUresult
@@ -60,6 +65,10 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuCtxSynchronize": (),
     "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(Properties), c_uint64),
     "cuMemRelease": (c_uint64,),
@@ -129,15 +138,45 @@ class CudaPieces:
         mapped = Mapped(address.value, size)
         # Not at the end of the process, when the driver may have gone already.
         weakref.finalize(mapped, self._unmap, address.value, size).atexit = False
-        access = Access(self._location, _READ_AND_WRITE if writable else _READ)
-        self._call("cuMemSetAccess", address, size, byref(access), 1)
+        if not writable:
+            # Some drivers know no memory that a GPU may only read.
+            with contextlib.suppress(OSError):
+                self._allow(address.value, size, _READ)
+                return mapped
+        self._allow(address.value, size, _READ_AND_WRITE)
         return mapped
 
+    def _allow(self, address: int, size: int, flags: int) -> None:
+        access = Access(self._location, flags)
+        self._call("cuMemSetAccess", address, size, byref(access), 1)
+
     def _unmap(self, address: int, size: int) -> None:
-        # A kernel may still read what the host has let go of.
-        self._call("cuCtxSynchronize")
-        self._call("cuMemUnmap", address, size)
-        self._call("cuMemAddressFree", address, size)
+        """Give a mapping back, from whatever thread, whose current context may be none."""
+        try:
+            with contextlib.ExitStack() as stack:
+                # Whatever goes wrong before.
+                stack.callback(self._call, "cuMemAddressFree", address, size)
+                stack.callback(self._call, "cuMemUnmap", address, size)
+                with self._context():
+                    # A kernel may still read what the host has let go of.
+                    self._call("cuCtxSynchronize")
+        except OSError as error:
+            log.warning("while weights that were kept are unmapped, %s", error.strerror)
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        """Have the context that torch computes in as this thread's current one."""
+        device = self._location.id
+        context = c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", byref(context), device)
+        try:
+            self._call("cuCtxPushCurrent_v2", context)
+            try:
+                yield
+            finally:
+                self._call("cuCtxPopCurrent_v2", byref(context))
+        finally:
+            self._call("cuDevicePrimaryCtxRelease_v2", device)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = int(getattr(self._library, name)(*arguments))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from model_worker.keeper.pieces import UNIT, Pieces
-from model_worker.keeper.protocol import Conversation, Drop, Fetch, Make, Open, Seal, conversation
+from model_worker.keeper.protocol import START_SECONDS, Conversation, Drop, Fetch, Make, Open, Seal, conversation
 
 log = logging.getLogger(__name__)
 
-# Bytes from which on a piece is full. While weights move, so many are on the device twice, or the largest weight.
+# Most bytes of a piece, unless one storage has more. While weights move, those of a piece are on the device twice.
 _PIECE_BYTES = 256 << 20
 # Bytes at multiples of which storages begin, as torch's own allocator has them.
 _ALIGNMENT = 512
@@ -94,7 +94,7 @@ class KeptWeights:
     def find(self, identity: str) -> Found | None:
         """Map the weights of this identity. None if they are not kept; the log says why."""
         try:
-            with conversation(self._path) as line:
+            with conversation(self._path, START_SECONDS) as line:
                 answer, descriptor = line.ask(Open(identity))
                 if descriptor is None:
                     self.able = answer.able
@@ -168,11 +168,15 @@ class KeptWeights:
         pieces: list[_Piece] = []
         for size, storages in _parted(tensors):
             mapped = _tensor(memory, line.descriptor(Make(size)), size, writable=True)
+            for one in storages:
+                of_storage = torch.empty(0, dtype=torch.uint8, device=mapped.device).set_(one.storage)
+                copied = mapped[one.offset : one.offset + len(of_storage)].copy_(of_storage)
+                # The model has been proven with what it had.
+                if _sum(copied) != _sum(of_storage):
+                    raise OSError("a copy of the weights is not what they are")
             # Counted from now on, whatever follows: the first parameter that lies there keeps the piece.
             self.size += size
             for one in storages:
-                of_storage = torch.empty(0, dtype=torch.uint8, device=mapped.device).set_(one.storage)
-                mapped[one.offset : one.offset + len(of_storage)].copy_(of_storage)
                 # All are described before the first one moves: a tensor may have several names.
                 found = [_entry(name, tensors[name], len(pieces), one.offset) for name in one.names]
                 for entry in found:
@@ -196,12 +200,13 @@ def _parted(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, list[_Storage]
     storages: list[_Storage] = []
     for of_storage in names.values():
         storage = tensors[of_storage[0]].untyped_storage()
-        storages.append(_Storage(storage, of_storage, filled))
-        filled += _whole(storage.nbytes(), _ALIGNMENT)
-        del storage
-        if filled >= _PIECE_BYTES:
+        size = _whole(storage.nbytes(), _ALIGNMENT)
+        if storages and filled + size > _PIECE_BYTES:
             yield _whole(filled, UNIT), _handed_over(storages)
             filled = 0
+        storages.append(_Storage(storage, of_storage, filled))
+        filled += size
+        del storage
     if storages:
         yield _whole(filled, UNIT), _handed_over(storages)
 
@@ -242,8 +247,10 @@ def _tensor(memory: Pieces, descriptor: int, size: int, writable: bool) -> Tenso
         os.close(descriptor)
 
 
-def _sum(piece: Tensor) -> int:
-    return int(piece.view(torch.int64).sum())
+def _sum(content: Tensor) -> int:
+    """Add up the 64-bit words of u8[size], and the bytes that are left."""
+    whole = len(content) // 8 * 8
+    return int(content[:whole].view(torch.int64).sum()) + int(content[whole:].sum())
 
 
 def _seal(line: Conversation, identity: str, manifest: _Manifest) -> None:

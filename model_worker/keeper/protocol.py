@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import msgspec
 _MOST_BYTES = 1 << 16
 # Seconds in which the keeper answers: it moves nothing. A worker may wait for it between two steps.
 _PATIENCE = 5.0
+# Seconds in which a keeper that starts with its worker is there, and between looks.
+START_SECONDS = 1.0
+_PAUSE = 0.02
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -111,12 +115,17 @@ class Conversation:
 
 
 @contextlib.contextmanager
-def conversation(path: Path) -> Iterator[Conversation]:
-    """Talk to the keeper that listens at `path`. ConnectionError where none does."""
+def conversation(path: Path, wait: float = 0.0) -> Iterator[Conversation]:
+    """Talk to the keeper that listens at `path`. ConnectionError where none does within `wait` seconds."""
+    deadline = time.monotonic() + wait
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_PATIENCE)
-        try:
-            connection.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            raise ConnectionRefusedError("no keeper of the weights is there") from None
+        while True:
+            try:
+                connection.connect(str(path))
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() >= deadline:
+                    raise ConnectionRefusedError("no keeper of the weights is there") from None
+                time.sleep(_PAUSE)
         yield Conversation(connection)

@@ -11,12 +11,14 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from model_worker.keeper.pieces import UNIT, Pieces
 from model_worker.keeper.protocol import Answer, Drop, Fetch, Make, Open, Request, Seal, receive, send
+from shared import phases
 
 log = logging.getLogger(__name__)
+_Got = TypeVar("_Got")
 
 
 class Keeper:
@@ -32,16 +34,18 @@ class Keeper:
         self._manifest: int | None = None
 
     def serve(self, listener: socket.socket) -> None:
-        """Talk to workers, one at a time. Does not return."""
+        """Talk to workers, one at a time, and beat. Does not return."""
+        listener.settimeout(phases.BEAT_SECONDS)
         while True:
-            connection, _ = listener.accept()
+            connection, _ = _awaited(listener.accept)
             with connection:
+                connection.settimeout(phases.BEAT_SECONDS)
                 self.converse(connection)
 
     def converse(self, connection: socket.socket) -> None:
         """Answer a worker until it hangs up."""
         try:
-            while (received := receive(connection, Request)) is not None:
+            while (received := _awaited(lambda: receive(connection, Request))) is not None:
                 self._answer(connection, *received)
         except (OSError, ValueError) as error:
             log.warning("a conversation with a worker ends: %s", error)
@@ -101,3 +105,11 @@ class Keeper:
             os.close(self._manifest)
         self._manifest = None
         self._identity = ""
+
+
+def _awaited(get: Callable[[], _Got]) -> _Got:
+    """Return what `get` gives, and beat whenever it raises TimeoutError: a worker is silent while it moves weights."""
+    while True:
+        phases.beat()
+        with contextlib.suppress(TimeoutError):
+            return get()

@@ -159,6 +159,7 @@ def test_a_gpus_worker_may_have_a_keeper_of_its_weights(tmp_path: Path) -> None:
     assert module == "model_worker.keeper"
     assert arguments == ["--run-dir", str(tmp_path / "also0"), "--index", "1", "--device", "cuda:1"]
     assert not keeper.vital
+    assert keeper.hang_seconds, "one that is stopped is replaced"
     workers = [spec for spec in specs if spec.role == "model_worker"]
     assert all(spec.argv[-1] == "--keeper" for spec in workers)
     plain = child_specs(Settings(devices="cuda:0"), RunDirectory(tmp_path))

@@ -13,8 +13,21 @@ from model_worker.keeper.cuda_pieces import PROTOTYPES, Access, Properties
 UNIT = 2 << 20
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
-_TEXTS = {1: b"invalid argument", 2: b"out of memory", 400: b"invalid resource handle", 101: b"invalid device ordinal"}
+ILLEGAL_ADDRESS = 700
+NOT_SUPPORTED = 801
+# The primary context of the first GPU.
+PRIMARY = 1 << 41
+_TEXTS = {
+    1: b"invalid argument",
+    2: b"out of memory",
+    101: b"invalid device ordinal",
+    201: b"invalid device context",
+    400: b"invalid resource handle",
+    700: b"an illegal memory access was encountered",
+    801: b"operation not supported",
+}
 # mman.h
 _NO_ACCESS = 0
 _MAP_FIXED = 0x10
@@ -29,8 +42,14 @@ _libc.mprotect.argtypes = (c_void_p, c_size_t, c_int)
 class Driver:
     """The driver of a machine with two GPUs, as one process sees it. Physical memory is what `files` have."""
 
-    def __init__(self, able: bool = True, most: int = 8 * UNIT) -> None:
+    def __init__(self, able: bool = True, most: int = 8 * UNIT, reads_alone: bool = True) -> None:
+        """`reads_alone`: memory may be mapped that a GPU only reads."""
         self.able = able
+        self.reads_alone = reads_alone
+        # Of the calling thread. torch has the primary one, which is broken where a kernel failed.
+        self.contexts: list[int] = []
+        self.retained = 1
+        self.broken = False
         self.left = most
         self.files: dict[int, int] = {}
         self.reserved: dict[int, int] = {}
@@ -55,9 +74,30 @@ class Driver:
         text[0] = _TEXTS[code]
         return 0
 
-    def _cuCtxSynchronize(self) -> int:
-        self.waits += 1
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        self.retained += 1
+        context[0] = PRIMARY + device
         return 0
+
+    def _cuDevicePrimaryCtxRelease_v2(self, device: int) -> int:
+        self.retained -= 1
+        return 0
+
+    def _cuCtxPushCurrent_v2(self, context: int) -> int:
+        self.contexts.append(context)
+        return 0
+
+    def _cuCtxPopCurrent_v2(self, context: Any) -> int:
+        if not self.contexts:
+            return INVALID_CONTEXT
+        context[0] = self.contexts.pop()
+        return 0
+
+    def _cuCtxSynchronize(self) -> int:
+        if self.contexts[-1:] != [PRIMARY + 1]:
+            return INVALID_CONTEXT
+        self.waits += 1
+        return ILLEGAL_ADDRESS if self.broken else 0
 
     def _cuMemCreate(self, handle: Any, size: int, given: Any, flags: int) -> int:
         properties: Properties = given[0]
@@ -126,4 +166,6 @@ class Driver:
         wanted = {1: mmap.PROT_READ, 3: mmap.PROT_READ | mmap.PROT_WRITE}.get(access.flags)
         if (access.location.type, access.location.id, count) != (1, 1, 1) or wanted is None:
             return INVALID_VALUE
+        if access.flags == 1 and not self.reads_alone:
+            return NOT_SUPPORTED
         return int(_libc.mprotect(address, size, wanted))

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 from model_worker.keeper.kept_weights import KeptWeights
 from model_worker.keeper.pieces import Pieces
+from model_worker.keeper.protocol import conversation
 from model_worker.keeper.server import Keeper
 from tests.model_worker.keeper.host_pieces import HostPieces
 
@@ -42,12 +43,21 @@ def running() -> Iterator[Running]:
         one.bind(str(keeper.path))
         one.listen()
 
+        ended = Event()
+
+        class Ending(Keeper):
+            def converse(self, connection: socket.socket) -> None:
+                if ended.is_set():
+                    raise OSError
+                super().converse(connection)
+
         def serve() -> None:
             with contextlib.suppress(OSError):
-                Keeper(keeper.pieces).serve(one)
+                Ending(keeper.pieces).serve(one)
 
         thread = Thread(target=serve)
         thread.start()
         yield keeper
-        one.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        ended.set()
+        with conversation(keeper.path):
+            thread.join()

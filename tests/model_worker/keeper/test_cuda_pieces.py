@@ -44,6 +44,31 @@ def test_a_piece_outlives_the_worker_that_filled_it_and_the_keeper() -> None:
     os.close(descriptor)
     assert content(again)[UNIT] == 17
     assert seconds.mapped.keys() == seconds.reserved.keys()
+    assert (firsts.contexts, firsts.retained) == ([], 1), "torch's context is as it was"
+
+
+def test_a_piece_is_unmapped_even_after_a_kernel_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver()
+    pieces = CudaPieces(1, driver)
+    descriptor = pieces.export(pieces.make(UNIT))
+    mapped = pieces.map(descriptor, UNIT, writable=True)
+    os.close(descriptor)
+    driver.broken = True
+    del mapped
+    assert driver.mapped == driver.reserved == {}
+    assert (driver.contexts, driver.retained) == ([], 1)
+    said = "while weights that were kept are unmapped, cuCtxSynchronize says an illegal memory access was encountered"
+    assert caplog.messages == [f"{said} (700)"]
+
+
+def test_a_piece_is_mapped_by_a_driver_that_knows_no_memory_to_read_alone() -> None:
+    driver = Driver(reads_alone=False)
+    pieces = CudaPieces(1, driver)
+    descriptor = pieces.export(pieces.make(UNIT))
+    mapped = pieces.map(descriptor, UNIT, writable=False)
+    os.close(descriptor)
+    assert content(mapped)[0] == 0
+    assert driver.mapped
 
 
 def test_a_full_gpu_is_an_error_with_the_drivers_words() -> None:

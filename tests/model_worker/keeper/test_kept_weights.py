@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.keeper.pieces import UNIT
 from model_worker.keeper.protocol import Fetch, Make, Open, Seal, conversation
 from tests.model_worker.keeper.host_pieces import HostPieces
-from tests.model_worker.keeper.running import Running
+from tests.model_worker.keeper.running import Running, running
 
 FACTS = ModelFacts("float32", "{}", ["a.b"], [])
 
@@ -187,6 +188,37 @@ def test_weights_that_do_not_fit_beside_themselves_stay(
     assert worker.size == 2 * UNIT
     assert keeper.worker().find("one") is None
     assert keeper.memory.handles == []
+
+
+def test_a_copy_that_is_not_what_was_copied_is_not_used(
+    keeper: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = some_tensors()
+    want = {name: bits(tensor) for name, tensor in tensors.items()}
+    copy = Tensor.copy_
+
+    def wrong(target: Tensor, source: Tensor) -> Tensor:
+        copy(target, source)[-1:] += 1
+        return target
+
+    monkeypatch.setattr(Tensor, "copy_", wrong)
+    worker = keeper.worker()
+    worker.keep("one", FACTS, tensors)
+    said = "the weights are not kept for the next worker, since a copy of the weights is not what they are"
+    assert caplog.messages == [said]
+    assert {name: bits(tensor) for name, tensor in tensors.items()} == want
+    assert worker.size == 0
+
+
+def test_a_keeper_that_starts_with_its_worker_is_waited_for(tmp_path: Path) -> None:
+    with running() as other:
+        worker = KeptWeights(tmp_path / "keep0.sock", HostPieces)
+        asked = Thread(target=worker.find, args=["one"])
+        other.able = False
+        asked.start()
+        (tmp_path / "keep0.sock").symlink_to(other.path)
+        asked.join()
+        assert not worker.able, "it was asked"
 
 
 def test_dropped_weights_are_freed(keeper: Running) -> None:
