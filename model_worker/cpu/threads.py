@@ -12,7 +12,6 @@ Linux only.
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import threading
 from collections import deque
@@ -24,6 +23,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numpy.typing import NDArray
+
+from shared.niceness import go_behind
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
@@ -270,8 +271,7 @@ class ThreadPool:
 
 def _work(core: int, jobs: SimpleQueue[Job], niceness: int) -> None:
     if niceness:
-        # On Linux a thread has a niceness of its own.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        go_behind(niceness)
     while True:
         jobs.get().take_part(core)
 

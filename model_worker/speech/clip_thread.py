@@ -8,8 +8,6 @@ and a socket wakes the receiver. Knows batches; does not know what a clip is.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -20,6 +18,7 @@ import torch
 from interfaces import Batch, BatchResult
 from model_worker.cpu.threads import ALL_THREADS, ThreadPool
 from model_worker.wake_up import WakeUp
+from shared.niceness import go_behind
 
 # Of the thread that encodes, and of those that it starts.
 NICENESS = 10
@@ -66,8 +65,8 @@ class ClipThread:
         self._registration += 1
 
     def _compute_all(self) -> None:
-        # On Linux a thread has a niceness of its own. Steps go first where cores are few.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        # Steps go first.
+        go_behind(NICENESS)
         # Kernels of one stream run one after another: on that of the steps a clip would hold them up.
         cuda = self._device.type == "cuda"
         own = torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else contextlib.nullcontext()

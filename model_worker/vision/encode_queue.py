@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import threading
 import time
 from collections import deque
 from queue import SimpleQueue
@@ -25,6 +23,7 @@ from model_worker.vision.cores import EncoderCores
 from model_worker.vision.encoder import FeatureKey, Features
 from model_worker.vision.rows import ImageRow, ImageRows
 from model_worker.wake_up import WakeUp
+from shared.niceness import go_behind
 
 log = logging.getLogger(__name__)
 
@@ -199,8 +198,8 @@ class EncodeQueue:
         self._wake_up.wake()
 
     def _encode_all(self) -> None:
-        # On Linux a thread has a niceness of its own. Steps go first where cores are few.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        # Steps go first.
+        go_behind(NICENESS)
         device = self._images.encoder.device
         # Kernels of one stream run one after another: on that of the steps an image would hold them up.
         own = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()

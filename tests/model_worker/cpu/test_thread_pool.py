@@ -94,5 +94,8 @@ def test_threads_beside_steps_are_nice_and_are_kept_from_no_job() -> None:
     job.finish()
     assert (done == PHASES).all()
     assert owners[0, 0] == 0
-    niceness = {os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threads}
-    assert (len(threads), niceness) == (2, {max(7, os.getpriority(os.PRIO_PROCESS, 0))})
+    # One of them may have done it all before the other has begun.
+    nice = {max(7, os.getpriority(os.PRIO_PROCESS, 0))}
+    while {os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threads} != nice:
+        assert all(thread.is_alive() for thread in threads)
+    assert len(threads) == 2
