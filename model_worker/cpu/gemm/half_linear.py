@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.cpu.gemm.packed_linear import agree, is_plain
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
 from model_worker.cpu.gemm.word_format import WordFormat, word_format
@@ -68,8 +69,12 @@ def _is_half(weight: Tensor) -> bool:
 
 
 def pack_halves(model: nn.Module, linears: Sequence[nn.Module]) -> int:
-    """Swap linear modules of a model that `are_halves`, wherever they stand in it. Returns the bytes that it saves."""
-    made = {linear: HalfLinear(linear.weight, linear.bias) for linear in linears}  # type: ignore[arg-type]
+    """Swap linear modules of a model that `are_halves`, wherever they stand in it. Returns the bytes that it saves.
+
+    One that has hooks or a forward of its own, or whose swapped form computes something else, stays as it is.
+    """
+    proven = {linear: _proven(linear) for linear in linears if is_plain(linear)}
+    made = {linear: halves for linear, halves in proven.items() if halves is not None}
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     for parent, name, child in places:
         if child in made:
@@ -77,6 +82,15 @@ def pack_halves(model: nn.Module, linears: Sequence[nn.Module]) -> int:
     panels = [linear.panels for linear in made.values()]
     Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
     return sum(_SAVED * linear.out_features * linear.in_features for linear in made.values())
+
+
+def _proven(linear: nn.Module) -> HalfLinear | None:
+    """Return the form in halves of a linear module, if it computes the same."""
+    assert isinstance(linear, nn.Linear)
+    with torch.inference_mode():
+        halves = HalfLinear(linear.weight, linear.bias)
+        x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0))
+        return halves if agree(halves(x), linear(x), torch.float32) else None
 
 
 def _panels(weight: Tensor) -> NDArray[np.uint32]:

@@ -130,7 +130,7 @@ def quantize_linears(model: nn.Module) -> dict[nn.Module, Quantized]:
             if module.in_features <= MOST_INPUTS:
                 quantized[module] = module.source.quantized()
                 module.source = QuantizedWeight(quantized[module])
-        elif _is_plain(module) and _can_be_quantized(weight := _weight(module)):
+        elif is_plain(module) and _can_be_quantized(weight := _weight(module)):
             quantized[module] = quantize(weight)
             module.weight = nn.Parameter(quantized[module].weight.to(weight.dtype), requires_grad=False)
     return quantized
@@ -220,14 +220,14 @@ def _in_codes(linear: EncodedLinear) -> CodedLinear | None:
         bias = None if linear.bias is None else linear.bias[:outputs].float()
         want = functional.linear(x.float(), linear.source.rows(0, outputs), bias)
         got = coded(x)[:, :outputs].float()
-    return coded if _agree(got, want, linear.dtype) else None
+    return coded if agree(got, want, linear.dtype) else None
 
 
 def _can_be_packed(module: nn.Module) -> bool:
-    return _is_plain(module) or (isinstance(module, EncodedLinear) and torch.backends.mkldnn.is_available())
+    return is_plain(module) or (isinstance(module, EncodedLinear) and torch.backends.mkldnn.is_available())
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether swapping the module changes nothing but its forward pass."""
     hooks: tuple[Any, ...] = (
         module._forward_hooks,
@@ -274,10 +274,10 @@ def _proven(linear: nn.Module, quantized: Quantized | None, among_codes: bool) -
         x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         want = linear(x).float()
         got = packed(x).float()
-    return packed if _agree(got, want, weight.dtype) else None
+    return packed if agree(got, want, weight.dtype) else None
 
 
-def _agree(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+def agree(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
     """Whether products are the same but for their order of summation."""
     # A weight that is all zeros leaves nothing to divide by; its packed form must be exact then.
     error = (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model_worker.cpu.gemm.half_linear import HalfLinear, are_halves, pack_halves
 from model_worker.cpu.gemm.packed_linear import PackedLinear
@@ -57,3 +57,21 @@ def test_modules_are_swapped_where_they_stand() -> None:
     assert isinstance(model["one"][0], HalfLinear)
     assert model["two"] is model["one"][0]
     assert type(model["other"]) is nn.Linear
+
+
+def test_modules_that_would_compute_something_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked, replaced, wrong, right = (drawn(8, 8) for _ in range(4))
+    hooked.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    monkeypatch.setattr(replaced, "forward", lambda x: x)
+    multiply = HalfLinear.multiply
+
+    def defective(halves: HalfLinear, x: Tensor) -> Tensor:
+        product = multiply(halves, x)
+        return product + 1 if torch.equal(halves.weight, wrong.weight) else product
+
+    monkeypatch.setattr(HalfLinear, "multiply", defective)
+    linears = [hooked, replaced, wrong, right]
+    model = nn.Sequential(*linears)
+    assert pack_halves(model, linears) == 2 * 64
+    assert list(model)[:3] == linears[:3]
+    assert isinstance(model[3], HalfLinear)
