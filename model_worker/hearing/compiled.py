@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from model_worker.cpu.encoder.layers import EncoderLayers
+from model_worker.cpu.encoder.phases import BLOCK_TOKENS
 from model_worker.cpu.threads import pool_beside
 from model_worker.vision.encode_queue import NICENESS
 
-# Positions of the self-check: more than fill a block for each of two cores.
-_PROBED = 160
+# Positions of the self-check beyond those that fill a block for each core: blocks are then of unlike lengths. All 1,500
+# would take seconds, and many times that for a large model.
+_MORE_PROBED = 33
 
 
 class CompiledLayer(nn.Module):
@@ -42,10 +44,14 @@ def compiled_layers(encoder: Any) -> tuple[CompiledLayer, ...]:
 
 
 def probed(encoder: Any, compiled: Sequence[CompiledLayer]) -> tuple[Tensor, Tensor]:
-    """Return the states [positions, hidden] of the same random ones: those of compiled layers, and the modules'."""
+    """Return the states [positions, hidden] of the same random ones: those of compiled layers, and the modules'.
+
+    The positions are so many that the cores take blocks of them, if they do of a whole clip.
+    """
     first: Any = encoder.layer_norm.weight
     generator = torch.Generator().manual_seed(0)
-    positions = min(_PROBED, encoder.embed_positions.num_embeddings)
+    enough = torch.get_num_threads() * BLOCK_TOKENS + _MORE_PROBED
+    positions = min(enough, encoder.embed_positions.num_embeddings)
     drawn = torch.randn(1, positions, len(first), generator=generator)
     with torch.inference_mode():
         got = drawn[0].clone()

@@ -149,7 +149,7 @@ def _compiled(loaded: LoadedModel) -> ClipEncoder:
     encoder = model.model.encoder
     try:
         layers = compiled_layers(encoder)
-        error = verify.median_error(*probed(encoder, layers))
+        error = verify.largest_error(*probed(encoder, layers))
     except UnsupportedPattern as reason:
         log.info("the encoder of %s is run by transformers' modules, since %s", loaded.architecture, reason)
         return loaded.encoder

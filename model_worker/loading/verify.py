@@ -180,6 +180,11 @@ def median_error(got: Tensor, want: Tensor) -> float:
     return float(_row_errors(got.flatten(0, -2), want.flatten(0, -2)).median())
 
 
+def largest_error(got: Tensor, want: Tensor) -> float:
+    """Return the largest |got - want| / |want| of all rows."""
+    return float(_row_errors(got.flatten(0, -2), want.flatten(0, -2)).max())
+
+
 @torch.no_grad()
 def _row_errors(got: Tensor, want: Tensor) -> Tensor:
     """Return |got - want| / |want| of each row, by one tensor of a row's size: logits of many rows are much memory."""

@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import WhisperConfig
 from transformers import WhisperForConditionalGeneration as Whisper
 
+from model_worker.cpu.encoder.phases import BLOCK_TOKENS
 from model_worker.cpu.gemm.packed_linear import pack_linears
-from model_worker.hearing.compiled import compiled_layers
+from model_worker.hearing.compiled import CompiledLayer, compiled_layers, probed
 from model_worker.hearing.encoder import clip_encoder
+from model_worker.loading import verify
 
 HEAD = 64
 
@@ -71,6 +73,28 @@ def errors(heads: int, positions: int, dtype: torch.dtype, cores: int) -> Tensor
 @pytest.mark.parametrize(("heads", "positions", "cores"), [(2, 1500, 2), (3, 1500, 1), (1, 70, 2)])
 def test_states_are_those_of_the_modules(heads: int, positions: int, cores: int) -> None:
     assert errors(heads, positions, torch.float32, cores).max() < 1e-4
+
+
+def test_a_wrong_position_in_the_last_block_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recogniser(2, 1500, torch.float32)
+    pack_linears(model)
+    encoder = model.model.encoder
+    layers = compiled_layers(encoder)
+    tolerance = verify.TOLERANCE[torch.float32]
+    got, want = probed(encoder, layers)
+    assert len(got) > BLOCK_TOKENS * torch.get_num_threads()
+    assert verify.largest_error(got, want) < tolerance
+    forward = CompiledLayer.forward
+
+    def defective(layer: CompiledLayer, states: Tensor) -> Tensor:
+        forward(layer, states)
+        if layer is layers[-1]:
+            states[-1] *= 1.1
+        return states
+
+    monkeypatch.setattr(CompiledLayer, "forward", defective)
+    got, want = probed(encoder, layers)
+    assert verify.median_error(got, want) < tolerance < verify.largest_error(got, want)
 
 
 # bfloat16 has kernels of its own to compile.
