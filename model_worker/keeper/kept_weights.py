@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +30,13 @@ _ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """What makes modules for the tensors: their dtype, the generation config as JSON, and the linear ones in FP8, with
-    scales of outputs and of blocks."""
+    scales of outputs and of blocks. Of unused tensors, which are not kept, the dtype and shape."""
 
     dtype: str
     generation: str
     in_fp8: list[str]
     in_fp8_blocks: list[str]
+    unused: dict[str, tuple[str, list[int]]] = {}
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -113,9 +114,10 @@ class KeptWeights:
         log.info("the weights were kept: %.2f GiB are mapped, and no file of them is read", self.size / 2**30)
         return found
 
-    def keep(self, identity: str, facts: ModelFacts, tensors: Mapping[str, Tensor]) -> None:
+    def keep(self, identity: str, facts: ModelFacts, *parts: Mapping[str, Tensor]) -> None:
         """Move tensors into the keeper's memory, and have it keep them for the next worker.
 
+        No piece has tensors of two `parts`, so that each part can be let go of alone.
         Parameters lie there from now on; of others there is a copy. What cannot be moved stays where it is.
         """
         if not self.able:
@@ -125,7 +127,7 @@ class KeptWeights:
                 answer, _ = line.ask(Drop())
                 if answer.reason:
                     raise OSError(answer.reason)
-                manifest = self._moved(line, facts, tensors)
+                manifest = self._moved(line, facts, parts)
                 _seal(line, identity, manifest)
         except _ERRORS as error:
             log.warning("the weights are not kept for the next worker, since %s", _said(error))
@@ -162,11 +164,11 @@ class KeptWeights:
             pieces.append(mapped)
         return Found(manifest.facts, {entry.name: _view(pieces[entry.piece], entry) for entry in manifest.tensors})
 
-    def _moved(self, line: Conversation, facts: ModelFacts, tensors: Mapping[str, Tensor]) -> _Manifest:
+    def _moved(self, line: Conversation, facts: ModelFacts, parts: Iterable[Mapping[str, Tensor]]) -> _Manifest:
         memory = self._make_pieces()
         entries: list[_Entry] = []
         pieces: list[_Piece] = []
-        for size, storages in _parted(tensors):
+        for tensors, (size, storages) in ((part, one) for part in parts for one in _parted(part)):
             mapped = _tensor(memory, line.descriptor(Make(size)), size, writable=True)
             for one in storages:
                 of_storage = torch.empty(0, dtype=torch.uint8, device=mapped.device).set_(one.storage)

@@ -7,12 +7,14 @@ know how memory is shared.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,11 @@ from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
 from model_worker.model import LoadedModel, ModelRefused, first_line
+from model_worker.vision.composite import tower_parameters
+from model_worker.vision.family import is_composite
 from shared.weights_file import stamp_of
 
 log = logging.getLogger(__name__)
-
-# Changes whenever the same files and settings make other tensors here.
-_FORM = 1
 
 
 @dataclass(eq=False)
@@ -43,10 +44,16 @@ class Keeping:
     weights: KeptWeights
     identity: str
     _facts: ModelFacts | None = None
+    # Those of the text model, and of what encodes images for it.
     _tensors: dict[str, Tensor] = field(default_factory=dict)
+    _tower: dict[str, Tensor] = field(default_factory=dict)
 
     def model(self, config: PreTrainedConfig, architecture: str) -> PreTrainedModel | None:
         """Return the model with the weights that are kept; None if it must be read from its files."""
+        # Of a name on the hub, whose files may be others than when the identity was made.
+        commit = getattr(config, "_commit_hash", None)
+        if self.identity and commit:
+            self.identity += f" {commit}"
         found = self.weights.find(self.identity) if self.identity else None
         if found is None:
             return None
@@ -81,10 +88,11 @@ class Keeping:
         self.weights.drop()
         return None
 
-    def note(self, model: PreTrainedModel) -> None:
+    def note(self, model: PreTrainedModel, vision: bool = True) -> None:
         """Note the tensors of a model that was read, on the device: they may change before they are kept.
 
-        Nothing is noted, and so nothing held, of a model that is kept already, or will not be.
+        Nothing is noted, and so nothing held, of a model that is kept already, or will not be, nor without `vision`
+        what encodes images.
         """
         if not (self.identity and self.weights.able) or self.weights.size:
             return
@@ -94,15 +102,32 @@ class Keeping:
         # Speech and texts to embed have none.
         generation: Any = getattr(model, "generation_config", None)
         text = "" if generation is None else generation.to_json_string(use_diff=False)
-        self._facts = ModelFacts(str(model.dtype).removeprefix("torch."), text, *kinds)
-        self._tensors = dict(model.state_dict(keep_vars=True))
+        tensors = dict(model.state_dict(keep_vars=True))
+        of_tower = _tower_of(model)
+        tower = {name: tensor for name, tensor in tensors.items() if id(tensor) in of_tower}
+        unused = {} if vision else {name: (_name(tensor.dtype), list(tensor.shape)) for name, tensor in tower.items()}
+        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], unused)
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in tower}
+        self._tower = tower if vision else {}
 
     def keep(self) -> None:
         """Have what was noted kept for the next worker."""
         if self._facts is not None:
             with torch.no_grad():
-                self.weights.keep(self.identity, self._facts, self._tensors)
-        self._tensors = {}
+                self.weights.keep(self.identity, self._facts, self._tensors, self._tower)
+        self._tensors, self._tower = {}, {}
+
+
+def _tower_of(model: PreTrainedModel) -> set[int]:
+    """Identify the parameters that encode images. None of a model that is refused when it is taken apart."""
+    if is_composite(model.config):
+        with contextlib.suppress(StopIteration, AttributeError):
+            return {id(parameter) for parameter in tower_parameters(model)}
+    return set()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def identity_of(source: str, overlays: list[str], *settings: object) -> str:
@@ -110,15 +135,25 @@ def identity_of(source: str, overlays: list[str], *settings: object) -> str:
     try:
         folder = _folder_of(source)
         stamp = "" if folder is None else stamp_of(str(folder), overlays)
+        versions = _sources(), torch.__version__, transformers.__version__
     except OSError as error:
         log.warning("the weights are not kept for the next worker, since their files cannot be told apart: %s", error)
         return ""
     if folder is None:
         log.info("the weights are not kept for the next worker, since %s is no folder here", source)
         return ""
-    versions = torch.__version__, transformers.__version__
-    facts = _FORM, str(folder), stamp, overlays, versions, settings
+    facts = str(folder), stamp, overlays, versions, settings
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """Name this code: that of another version may make other tensors of the same files and settings."""
+    digest = blake2b(digest_size=16)
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _folder_of(source: str) -> Path | None:
@@ -148,6 +183,7 @@ def kept_model(found: Found, config: PreTrainedConfig, architecture: str) -> Pre
     """Make the model of a config with tensors that are kept. Raises one of LOAD_ERRORS where they do not fit."""
     auto, attention = model_class(config)
     config = without_quantization(config)
+    found = replace(found, tensors=found.tensors | _unused(found))
     dtype = getattr(torch, found.facts.dtype)
     model, info = auto._model_mapping[type(config)].from_pretrained(
         None,
@@ -168,6 +204,15 @@ def kept_model(found: Found, config: PreTrainedConfig, architecture: str) -> Pre
         model.generation_config = GenerationConfig.from_dict(json.loads(found.facts.generation))
     made: PreTrainedModel = model
     return made
+
+
+def _unused(found: Found) -> dict[str, Tensor]:
+    """Make tensors of zeros that take no memory, where nothing computes with what was there."""
+    device = next(iter(found.tensors.values())).device
+    return {
+        name: torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
+        for name, (dtype, shape) in found.facts.unused.items()
+    }
 
 
 def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:

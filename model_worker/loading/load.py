@@ -84,7 +84,7 @@ def load_model(
             _half_as_bfloat16(model)
         nn.Module.to(model, target)
         if keeping is not None:
-            keeping.note(model)
+            keeping.note(model, vision)
         if max_position is not None:
             pin_rope(model, min(max_position, max_model_len or max_position))
         return _prepared(model.eval(), config, target, quantization, progress, has_kernels, vision, kv_dtype)

@@ -96,6 +96,40 @@ def test_a_model_that_sees_is_kept_with_its_tower(make: Callable[[], Tiny], keep
     assert lie_there([*second.model.parameters(), *second.encoder.composite.parameters()])
     assert torch.equal(logits(second), want[0])
     assert (second.encoder.encode(image) == want[1]).all()
+    # The text model's memory is given back whole, although the encoder lives.
+    before = len(shared_memory())
+    free_weights(second)
+    assert len(shared_memory()) == before - 1
+
+
+def test_what_encodes_images_is_not_kept_without_vision(keeper: Running, tmp_path: Path) -> None:
+    made(llava).model.save_pretrained(tmp_path)
+
+    def load_text() -> LoadedModel:
+        worker = Keeping(keeper.worker(), "one")
+        options: dict[str, Any] = {"has_kernels": lambda *_: False, "vision": False, "keeping": worker}
+        return load_model(tmp_path, "float32", "cpu", lambda *_: None, **options)
+
+    first = load_text()
+    want = logits(first)
+    without_weights(tmp_path)
+    second = load_text()
+    assert second.encoder is None
+    assert torch.equal(logits(second), want)
+    found = keeper.worker().find("one")
+    assert found is not None
+    assert found.facts.unused
+    assert not any("vision" in name for name in found.tensors)
+    assert lie_there(second.model.parameters())
+
+
+def test_a_commit_of_the_hub_is_part_of_the_identity(keeper: Running, tmp_path: Path) -> None:
+    path = own_tiny_model("llama", tmp_path / "model")
+    load(path, Keeping(keeper.worker(), "one"))
+    config = read_config(path)
+    assert Keeping(keeper.worker(), "one").model(config, "Llama") is not None
+    config._commit_hash = "0123"
+    assert Keeping(keeper.worker(), "one").model(config, "Llama") is None
 
 
 def in_fp8(linear: nn.Linear) -> Fp8Linear:
