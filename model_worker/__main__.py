@@ -235,7 +235,7 @@ def build(
     compilation = None
     if loaded.has_kernels:
         _warm_up(sampler, loaded)
-    else:
+    if loaded.awaits_kernels or not loaded.has_kernels:
         say_that_kernels_come()
         compilation = kernel_cache.Compilation(loaded.dtype, loaded.kernel_family)
     engine = _engine(settings, shared, guesser, capacity.num_blocks)

@@ -108,6 +108,7 @@ class LoadedModel:
     layers: Layers | None = None  # the same layers in few launches, for GPUs
     kernel_family: str = "decoder"  # of the kernels that a CPU runs it with, as kernel_cache has them
     has_kernels: bool = True  # False while they are being compiled: a call would compile them here
+    awaits_kernels: bool = False  # whether further kernels of its family are being compiled, without which it runs
     attention_name: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
     encoder: Encoder | None = None  # of images; None for a model that takes none

@@ -108,11 +108,11 @@ def _verified(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], boo
     """Choose the attention by device, and check the model with it."""
     states, tokens, expected = _expected(loaded)
     if loaded.device.type == "cpu":
-        if not has_kernels(loaded.dtype, loaded.kernel_family):
+        if not has_kernels(loaded.dtype, kernel_cache.DECODER):
             loaded = replace(loaded, attention_name="reference", has_kernels=False)
         elif loaded.dtype in PACKED_DTYPES:
             # torch's own products of some rows take several times as long.
-            loaded = _packed(loaded)
+            loaded = _packed(loaded, has_kernels)
         _check(loaded, states, tokens, expected, "reference", BLOCK_SIZE)
         return loaded
     layers = loaded.attention
@@ -124,16 +124,19 @@ def _verified(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], boo
     return replace(loaded, attention_name="reference")
 
 
-def _packed(loaded: LoadedModel) -> LoadedModel:
-    """Pack the weights of all products."""
+def _packed(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], bool]) -> LoadedModel:
+    """Pack the weights of all products, as far as their kernels are compiled."""
     model: Any = loaded.model
     size = loaded.parameter_bytes
-    if loaded.kernel_family == kernel_cache.SPEECH_IN_HALVES:
+    halves = loaded.kernel_family == kernel_cache.SPEECH_IN_HALVES
+    if halves and has_kernels(loaded.dtype, kernel_cache.HALVES):
         size -= pack_halves(model, _of_decoder(model))
     if pack_linears(model):
         # The table of embeddings stays beside the copy that multiplies.
         size += int(model.get_input_embeddings().weight.nbytes)
-    return replace(loaded, parameter_bytes=size, encoder=_compiled(loaded))
+    encoder = _compiled(loaded) if has_kernels(loaded.dtype, kernel_cache.ENCODER) else loaded.encoder
+    waits = not has_kernels(loaded.dtype, loaded.kernel_family)
+    return replace(loaded, parameter_bytes=size, encoder=encoder, awaits_kernels=waits)
 
 
 def _of_decoder(model: Any) -> list[nn.Module]:

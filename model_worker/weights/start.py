@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from interfaces import WeightsVersion, WorkerHello
+from model_worker.cpu import kernel_cache
 from model_worker.execution.base import DeviceStep
 from model_worker.host_memory import trim_heap
 from model_worker.keeper.kept_weights import KeptWeights
@@ -87,9 +88,13 @@ def weights_commands(
     """Make what carries out commands about the weights of the model that a runner computes."""
 
     def load(source: str, overlays: list[Path]) -> LoadedModel:
-        had_kernels = runner.loaded.has_kernels
+        had, awaits = runner.loaded.has_kernels, runner.loaded.awaits_kernels
         wanted = WeightsVersion(0, "", source, [str(path) for path in overlays])
-        return load_version(settings, device, lambda *_: had_kernels, _beat, wanted)
+
+        def had_kernels(_: torch.dtype, family: str) -> bool:
+            return had and (family == kernel_cache.DECODER or not awaits)
+
+        return load_version(settings, device, had_kernels, _beat, wanted)
 
     def use(changed: ModelRunner) -> None:
         shared.change_backend(changed.backend)

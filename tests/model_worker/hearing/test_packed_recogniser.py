@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from interfaces import ImageMetadata
+from model_worker.cpu import kernel_cache
+from model_worker.cpu.gemm.half_linear import HalfLinear
+from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.panel_linear import PanelLinear
+from model_worker.cpu.simd.dot_bf16 import HAS_HALVES
 from model_worker.hearing.encoder import ClipEncoder
+from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from shared.recogniser_files import clip_tokens
 from tests.model_worker.hearing.tiny_whisper import POSITIONS, features, speech, tiny_whisper
@@ -39,6 +46,26 @@ def test_every_product_is_packed(loaded: LoadedModel) -> None:
     embeddings = model.get_input_embeddings().weight
     torch.testing.assert_close(model.proj_out.weight, embeddings)
     assert loaded.parameter_bytes == loaded.parameter_count * embeddings.itemsize + embeddings.nbytes
+
+
+@pytest.mark.skipif(not HAS_HALVES, reason="this CPU does not widen float16")
+@pytest.mark.parametrize("missing", [kernel_cache.ENCODER, kernel_cache.HALVES])
+def test_kernels_that_are_compiled_are_used_before_the_others(tmp_path: Path, missing: str) -> None:
+    folder = tiny_whisper(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    halves = {name: weight.half().float() for name, weight in weights.items()}
+    save_file(halves, folder / "model.safetensors", {"format": "pt"})
+
+    def has_kernels(_: torch.dtype, family: str) -> bool:
+        return missing not in kernel_cache.parts_of(family)
+
+    found = load_model(folder, "float32", "cpu", lambda *_: None, has_kernels=has_kernels)
+    assert found.has_kernels
+    assert found.awaits_kernels
+    assert isinstance(found.encoder, ClipEncoder)
+    assert bool(found.encoder.compiled) == (missing != kernel_cache.ENCODER)
+    model: Any = found.model
+    assert type(model.proj_out) is (PackedLinear if missing == kernel_cache.HALVES else HalfLinear)
 
 
 def test_a_clip_has_the_same_bits_with_any_number_of_cores(loaded: LoadedModel) -> None:
