@@ -27,6 +27,7 @@ from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.gemm.half_linear import HalfLinear
+from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, PackedLinear
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd import bf12
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
@@ -109,6 +110,9 @@ def compile_kernels(dtype: torch.dtype, family: str = kernel_cache.DECODER) -> N
     if loaded.stack is None:
         raise RuntimeError("the fused stack has not taken a model of its own form")
     ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()
+    if dtype in PACKED_DTYPES:
+        # The stack has entries of its own. A recogniser's products are those of single layers.
+        PackedLinear(torch.zeros(PANEL, PANEL, dtype=dtype), None).multiply(torch.zeros(1, PANEL, dtype=dtype))
     SamplerRows(1, loaded.vocab_size, loaded.device).warm_up()
     cpu.warm_up(dtype)
     bf12.warm_up()

@@ -128,15 +128,15 @@ def _packed(loaded: LoadedModel, has_kernels: Callable[[torch.dtype, str], bool]
     """Pack the weights of all products, as far as their kernels are compiled."""
     model: Any = loaded.model
     size = loaded.parameter_bytes
-    halves = loaded.kernel_family == kernel_cache.SPEECH_IN_HALVES
-    if halves and has_kernels(loaded.dtype, kernel_cache.HALVES):
+    # Asked once: another process may compile some meanwhile.
+    there = {part: has_kernels(loaded.dtype, part) for part in kernel_cache.parts_of(loaded.kernel_family)}
+    if there.get(kernel_cache.HALVES):
         size -= pack_halves(model, _of_decoder(model))
     if pack_linears(model):
         # The table of embeddings stays beside the copy that multiplies.
         size += int(model.get_input_embeddings().weight.nbytes)
-    encoder = _compiled(loaded) if has_kernels(loaded.dtype, kernel_cache.ENCODER) else loaded.encoder
-    waits = not has_kernels(loaded.dtype, loaded.kernel_family)
-    return replace(loaded, parameter_bytes=size, encoder=encoder, awaits_kernels=waits)
+    encoder = _compiled(loaded) if there[kernel_cache.ENCODER] else loaded.encoder
+    return replace(loaded, parameter_bytes=size, encoder=encoder, awaits_kernels=not all(there.values()))
 
 
 def _of_decoder(model: Any) -> list[nn.Module]:

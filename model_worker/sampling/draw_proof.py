@@ -37,8 +37,8 @@ _WISHES: tuple[dict[str, Any], ...] = (
 )
 ROWS = len(_WISHES)
 _GREEDY, _PLAIN, _COUNTED, _RULED = (0,), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 8)
-# The rows of each step, and whether some have masks. Most steps have no draws, or nothing that changes logits: these
-# are other ways of the kernels, which then read logits of the model's type alone.
+# The rows of each step, and whether some have masks. In most no row is drawn, or nothing changes logits: kernels then
+# take other branches, and read logits of the model's type.
 _STEPS: tuple[tuple[tuple[int, ...], bool], ...] = (
     (_GREEDY, False),
     (_GREEDY, True),
@@ -50,8 +50,8 @@ _STEPS: tuple[tuple[tuple[int, ...], bool], ...] = (
     (_RULED, False),
     (_RULED, True),
 )
-# Unused logits behind those of the vocabulary, in every second step. Kernels for rows that begin at multiples of 16 are
-# others, so this keeps that.
+# Padding behind the vocabulary's logits, in every second step. It is a multiple of 16, since Triton compiles other
+# kernels for strides that are not.
 _BEHIND = 16
 _UNUSED = 99.0
 

@@ -1,8 +1,8 @@
-"""Sums and gathers tensors over the ranks by torch.distributed: by NCCL on GPUs, which no memory of the host joins.
+"""Sums and gathers tensors over the ranks by torch.distributed: NCCL on GPUs, gloo on CPUs in tests.
 
-What is launched is only launched: nothing here waits for the device, so that a recorded step has its sums in it. NCCL
-wants a first use before a recording, and the same order on all ranks: the passes of the start are the one, and ranks
-compute the same batches. All ranks get the same bits of a sum. Knows tensors. Does not know what is computed.
+Only `least` waits for the device, so a recorded step has its sums in it. NCCL wants a first use before a recording,
+which the passes of the start are, and the same order of calls on all ranks, which compute the same batches. All ranks
+get the same bits of a sum. Knows tensors. Does not know what is computed.
 """
 
 from __future__ import annotations

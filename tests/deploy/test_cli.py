@@ -108,7 +108,7 @@ def test_any_setting_can_be_typed_as_a_flag(data: st.DataObject) -> None:
     ("argv", "message"),
     [
         (["--port", "0"], "port must be 1 to 65535, got 0 (from command line)"),
-        (["--devices", "tpu:0"], "devices must be auto, none, or a list of cpu and cuda:N, got 'tpu:0'"),
+        (["--devices", "tpu:0"], "devices must be auto, none, or a list of cpu, cuda:N and cuda:N+cuda:M, got 'tpu:0'"),
         (["--config", "/no/such/file.toml"], "config file /no/such/file.toml cannot be read"),
         (["./no/such/model"], "model './no/such/model' is neither a folder here nor a hub name"),
         (["--prot", "80"], "unrecognized arguments: --prot"),

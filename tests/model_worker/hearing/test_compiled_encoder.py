@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_states_are_those_of_the_modules(heads: int, positions: int, cores: int)
     assert errors(heads, positions, torch.float32, cores).max() < 1e-4
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_wrong_position_in_the_last_block_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recogniser(2, 1500, torch.float32)
     pack_linears(model)

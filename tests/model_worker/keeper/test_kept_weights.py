@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from pathlib import Path
 from threading import Thread
@@ -138,10 +139,10 @@ def test_a_keeper_that_does_not_answer_is_asked_again(
 ) -> None:
     worker = keeper.worker()
     worker.keep("one", FACTS, some_tensors())
-    monkeypatch.setattr(protocol, "_PATIENCE", 0.05)
     with conversation(keeper.path) as line:
-        line.ask(Open("one"))
+        os.close(line.descriptor(Open("one")))
         # It talks to one at a time.
+        monkeypatch.setattr(protocol, "_PATIENCE", 0.05)
         worker.drop()
     assert caplog.messages[0] == "the keeper of the weights may still have them: timed out"
     assert worker.size
@@ -210,13 +211,15 @@ def test_a_copy_that_is_not_what_was_copied_is_not_used(
     assert worker.size == 0
 
 
-def test_a_keeper_that_starts_with_its_worker_is_waited_for(tmp_path: Path) -> None:
+def test_a_keeper_that_starts_with_its_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_weights, "START_SECONDS", 60.0)
     with running() as other:
-        worker = KeptWeights(tmp_path / "keep0.sock", HostPieces)
+        late = other.path.with_name("late.sock")
+        worker = KeptWeights(late, HostPieces)
         asked = Thread(target=worker.find, args=["one"])
         other.able = False
         asked.start()
-        (tmp_path / "keep0.sock").symlink_to(other.path)
+        late.symlink_to(other.path)
         asked.join()
         assert not worker.able, "it was asked"
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.gguf import header
+from shared.gguf import blocks
 from shared.gguf.check import check_gguf
 from shared.gguf.format import GgufError
 from tests.gguf_models import plain_tokens, random_model, write_model
@@ -122,7 +122,7 @@ def test_types(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "model.gguf"
     place = entry(whole, "blk.0.ffn_up.weight") + 20
     assert "is I64" in complaint(replaced(whole, place, "<I", 27), path)
-    monkeypatch.setattr(header, "find_spec", lambda _: None)
+    monkeypatch.setattr(blocks, "find_spec", lambda _: None)
     assert "is IQ2_XXS, which the package gguf decodes: pip install" in complaint(
         replaced(whole, place, "<I", 16), path
     )
