@@ -1,10 +1,10 @@
 """How long it takes to copy a block of K and V, by what was measured, and whether that is less than to compute it.
 
-The time is an average over the blocks that were copied. The weight of earlier blocks halves
-every `HALF_LIFE`. Neither they nor one copy weigh more than `MOST_BLOCKS`. Where copies do not pay, none is made or
-measured, so the average is doubted more as it gets older: a copy that takes twice as long as computing is tried
-again after `HALF_LIFE`, one that takes four times as long after two of them, if none is under way. How often somebody
-asks makes no difference.
+The time is an average over the blocks that were copied. The weight of earlier blocks halves every `HALF_LIFE`.
+Neither they nor one copy weigh more than `MOST_BLOCKS`. Where copies do not pay, the scheduler makes none, and so
+measures none. The average is doubted more as it gets older: a copy that takes twice as long as computing is tried
+again after `HALF_LIFE`, and one that takes four times as long after two of them. No copy is tried so while another
+one is under way. The number of questions makes no difference.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class KeptWeights:
             log.warning("the weights are read from files, since %s", _said(error))
             found = None
         if found is None:
-            # The error, and with it all mappings, has gone. Files are not read beside weights that nobody uses.
+            # The error is dropped by here, and with it all mappings. The keeper frees its weights first.
             self._free()
             return None
         self.size = sum(piece.size for piece in manifest.pieces)

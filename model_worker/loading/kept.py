@@ -28,6 +28,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
+from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
 from model_worker.model import LoadedModel, ModelRefused, first_line
 from model_worker.vision.composite import tower_parameters
@@ -168,17 +169,6 @@ def _folder_of(source: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Placeholder:
-    """Stands for a tensor as long as transformers makes the modules, and takes no memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return torch.zeros(1, dtype=self.dtype).expand(self.shape)
-
-
 def kept_model(found: Found, config: PreTrainedConfig, architecture: str) -> PreTrainedModel:
     """Make the model of a config with tensors that are kept. Raises one of LOAD_ERRORS where they do not fit."""
     auto, attention = model_class(config)
@@ -222,9 +212,9 @@ def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:
     for name, tensor in found.tensors.items():
         path, _, leaf = name.rpartition(".")
         if path not in in_fp8 or leaf == "bias":
-            given[name] = _Placeholder(tuple(tensor.shape), tensor.dtype)
+            given[name] = Placeholder(tuple(tensor.shape), tensor.dtype)
         elif leaf == "codes":
-            given[f"{path}.weight"] = _Placeholder(tuple(tensor.shape), dtype)
+            given[f"{path}.weight"] = Placeholder(tuple(tensor.shape), dtype)
     return given
 
 

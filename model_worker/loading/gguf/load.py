@@ -21,6 +21,7 @@ from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.loading.gguf.names import NO_WEIGHTS, ROTARY_FACTORS, source_of
 from model_worker.loading.gguf.weights import GgufWeight, Vector, read_weight
+from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded
 from model_worker.model import ModelRefused, first_line
 from shared.gguf.config import config_of
@@ -68,7 +69,7 @@ def load_gguf(
         if lazily and isinstance(weight, EncodedWeight) and weight.experts
     }
     state: dict[str, Any] = {
-        name: _Placeholder(weight.shape, kind) if name in encoded or name in experts else _Decoded(weight, kind)
+        name: Placeholder(weight.shape, kind) if name in encoded or name in experts else _Decoded(weight, kind)
         for name, weight in weights.items()
     }
     try:
@@ -109,17 +110,6 @@ class _Decoded:
 
     def __getitem__(self, _: Any) -> Tensor:
         return self.weight.decoded(self.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _Placeholder:
-    """Stands for a weight that stays in blocks, and takes no memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return torch.zeros(1, dtype=self.dtype).expand(self.shape)
 
 
 def _weights(file: GgufFile, skeleton: PreTrainedModel) -> dict[str, EncodedWeight | Vector]:
