@@ -111,7 +111,7 @@ def load_weights(
 
 
 def model_class(config: PreTrainedConfig) -> tuple[Any, dict[str, str]]:
-    """Return transformers' automatic class for the config of a model that is served, and its arguments for attention."""
+    """Return transformers' automatic class for a served model's config, and its arguments for attention."""
     composite = is_composite(config)
     auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     if composite and config.model_type in LISTENING_TYPES:
