@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,10 +20,16 @@ _COLWISE = {"colwise", "packed_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _ROWWISE = {"rowwise", "packed_rowwise"}
 _SPLITTING = {"rowwise_split_input", "rowwise_rep"}
-_SUMMED = {"moe_tp_experts"}
+_SUMMED = {"moe_tp_experts", "ep_dispatch_experts"}
+# Tensors that have one expert after the other, of which each rank has some whole ones.
+_WHOLE_EXPERTS = {"grouped_gemm"}
 # Left whole on each rank. A table of embeddings could be split, for a further sum.
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
-_KNOWN = _COLWISE | _GATHERED | _ROWWISE | _SPLITTING | _SUMMED | _WHOLE
+_KNOWN = _COLWISE | _GATHERED | _ROWWISE | _SPLITTING | _SUMMED | _WHOLE_EXPERTS | _WHOLE
+# What of a plan for experts is not in the plan for all else.
+_OF_EXPERTS = {"ep_dispatch_experts"} | _WHOLE_EXPERTS
+# Implementations of experts in transformers that leave out tokens whose expert is elsewhere.
+_SKIPPING = {"grouped_mm", "batched_mm"}
 # Projections whose outputs are the heads of K and V.
 _KV_PROJECTIONS = {"k_proj", "v_proj"}
 _PACKED_PARTS = 2
@@ -56,12 +63,17 @@ class SplitPlan:
     gathered: frozenset[str]
     # Attention modules whose KV heads are copied, and their query heads for each KV head.
     groups: Mapping[str, int]
+    # Modules of experts that lie on one rank each, and their number.
+    experts: Mapping[str, int]
 
 
 def split_plan(model: PreTrainedModel, ranks: int) -> SplitPlan:
-    """Read the plan of a model, whose parameters may be without memory. ModelRefused where it cannot be split so."""
+    """Read the plan of a model, whose parameters may be without memory. ModelRefused where it cannot be split so.
+
+    Where the architecture has a plan for experts, each lies on one rank, and no rank has a slice of each.
+    """
     architecture = type(model).__name__
-    rules: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    rules: dict[str, str] = {**(getattr(model, "_tp_plan", None) or {}), **_expert_rules(model, ranks)}
     if not rules:
         raise ModelRefused(
             architecture,
@@ -74,8 +86,30 @@ def split_plan(model: PreTrainedModel, ranks: int) -> SplitPlan:
                 architecture,
                 f"its plan splits {pattern} as {style!r}, which is not supported here: leave tensor_parallel out",
             )
-        reader.apply(re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style)
+        reader.apply(_pattern(pattern), style)
     return reader.plan()
+
+
+def _expert_rules(model: PreTrainedModel, ranks: int) -> dict[str, str]:
+    """Return the rules by which experts lie on one rank each; none where there are too few, or transformers has none.
+
+    The rules are those of `base_model_ep_plan`.
+    """
+    plan: dict[str, str] = getattr(model, "_ep_plan", None) or {}
+    rules = {pattern: style for pattern, style in plan.items() if style in _OF_EXPERTS}
+    patterns = [_pattern(pattern) for pattern, style in rules.items() if style in _SUMMED]
+    modules = [m for name, m in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+    return rules if modules and all(_may_lie_apart(module, ranks) for module in modules) else {}
+
+
+def _may_lie_apart(module: nn.Module, ranks: int) -> bool:
+    computes = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    knows = hasattr(module, "_is_expert_parallel") and computes in _SKIPPING
+    return knows and int(getattr(module, "num_experts", 0)) >= ranks
+
+
+def _pattern(rule: str) -> re.Pattern[str]:
+    return re.compile(re.escape(rule).replace(r"\*", r"\d+"))
 
 
 class _Reader:
@@ -94,6 +128,7 @@ class _Reader:
         self._summed: set[str] = set()
         self._gathered: set[str] = set()
         self._groups: dict[str, int] = {}
+        self._experts: dict[str, int] = {}
 
     def apply(self, pattern: re.Pattern[str], style: str) -> None:
         for name, module in self._modules.items():
@@ -111,13 +146,16 @@ class _Reader:
             frozenset(self._summed),
             frozenset(self._gathered),
             self._groups,
+            self._experts,
         )
 
-    def _split_module(self, name: str, module: nn.Module, style: str) -> None:
+    def _split_module(self, name: str, module: Any, style: str) -> None:
         if style in _WHOLE:
             return
         if style in _SUMMED:
             self._summed.add(name)
+            if style in _OF_EXPERTS:
+                self._experts[name] = int(module.num_experts)
             return
         if not isinstance(module, nn.Linear) or style.startswith("packed"):
             raise self._refusal(f"its plan splits {name}, a {type(module).__name__}, as {style!r}")
@@ -136,6 +174,9 @@ class _Reader:
 
     def _split_parameter(self, name: str, shape: tuple[int, ...], style: str) -> None:
         if style in _WHOLE | _SUMMED:
+            return
+        if style in _WHOLE_EXPERTS:
+            self._cut(name, Cut(0, self._ranks), even=False)
             return
         packed = _PACKED_PARTS if style.startswith("packed") else 1
         if len(shape) < 2:

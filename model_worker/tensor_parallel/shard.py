@@ -85,6 +85,8 @@ def join_parts(model: PreTrainedModel, plan: SplitPlan, joining: Joining, sizes:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and f"{name}.weight" in plan.cuts:
             module.out_features, module.in_features = module.weight.shape
+    for name, count in plan.experts.items():
+        _lie_apart(model.get_submodule(name), *Cut(0, plan.ranks).bounds(count, joining.rank, plan.ranks)[0])
     for name in plan.summed:
         module = model.get_submodule(name)
         if not isinstance(module, nn.Linear):
@@ -106,6 +108,21 @@ def _bounds(name: str, plan: SplitPlan, sizes: dict[str, int], ranks: Iterable[i
     """Return where the parts of ranks begin and end in what a module has cut."""
     weight = f"{name}.weight"
     return [plan.cuts[weight].bounds(sizes[weight], rank, plan.ranks)[0] for rank in ranks]
+
+
+def _lie_apart(module: Any, first: int, end: int) -> None:
+    """Have a module of experts compute those from `first` to `end`, which it has. The others' tokens count nothing."""
+    own = end - first
+    module.num_experts = own
+    # transformers' sign that a number behind the last one is that of no expert here.
+    module._is_expert_parallel = True
+
+    def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs, chosen, weights = arguments
+        elsewhere = (chosen < first) | (chosen >= end)
+        return inputs, (chosen - first).masked_fill(elsewhere, own), weights.masked_fill(elsewhere, 0.0)
+
+    module.register_forward_pre_hook(hook)
 
 
 def _sums(joining: Joining) -> Callable[[nn.Module, Any, Tensor], Tensor]:

@@ -37,7 +37,7 @@ from shared.settings import Settings
 log = logging.getLogger(__name__)
 
 # Types of models whose tokens, in groups, the tests compare with those of one process.
-_PROVEN = {"llama", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe"}
+_PROVEN = {"llama", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "gpt_oss"}
 # Bytes of a slot of the exchange: a piece of a larger tensor stays in a core's cache.
 _SLOT_BYTES = 1 << 20
 # Share of the least time that a step may take, after which a rank that is awaited is named and given up: before the

@@ -92,6 +92,22 @@ def test_tokens_of_two_ranks_are_those_of_one(arch: str, groups: Groups) -> None
         assert loaded.parameter_count < 0.8 * whole
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_expert_lies_on_one_rank(arch: str, ranks: int, groups: Groups) -> None:
+    """Experts make up nine tenths of these models, as they do of real ones, of which each rank has its part."""
+    folder = groups.folder / f"experts of {ranks}"
+    folder.mkdir(exist_ok=True)
+    wide = {"intermediate_size": 512, "moe_intermediate_size": 512}
+    path = tiny_model(arch, folder, **wide, num_key_value_heads=4)
+    with groups.group(path, ranks) as (loaded, runner):
+        whole = assert_equal_tokens(path, runner, count=3)
+        experts = [module for name, module in loaded.model.named_modules() if name.endswith("experts")]
+        assert [module.num_experts for module in experts] == [4 // ranks] * 3
+        assert all(len(weight) == 4 // ranks for module in experts for weight in module.parameters())
+        assert loaded.parameter_count < 1.2 / ranks * whole
+
+
 def test_tokens_of_four_ranks_are_those_of_one(groups: Groups) -> None:
     """Each of two KV heads lies on two ranks, the head is tied to the embedding, and 193 tokens make unequal parts."""
     path = tiny_model("llama", groups.folder, tie_word_embeddings=True)
