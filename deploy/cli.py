@@ -15,6 +15,7 @@ from typing import Any
 import setproctitle
 
 from deploy.bench import flags as bench
+from deploy.bench.names import KEY_VARIABLE
 from deploy.chat import chat
 from deploy.doctor import doctor
 from deploy.serve import serve
@@ -23,7 +24,6 @@ from shared.settings import GUARDS, KINDS, SECRETS, Settings, SettingsError
 from shared.settings_sources import CONFIG_VARIABLE, ENV_PREFIX, Resolved, config_file, resolve
 
 _USAGE_ERROR = 2
-_KEY_VARIABLE = ENV_PREFIX + "API_KEY"
 # Settings that are lists of one flag each, and the form of an entry.
 _REPEATED = {"also": "NAME=MODEL", "lora": "NAME=FOLDER", "lora_dirs": "DIR", "weights_dirs": "DIR"}
 _SERVE_EXAMPLES = f"""\
@@ -209,7 +209,7 @@ def _worker(arguments: argparse.Namespace) -> int:
 def _add_top(commands: Any) -> None:
     parser = commands.add_parser("top", help="watch a running server: requests, tokens, KV cache, queue, workers")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
-    parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{_KEY_VARIABLE}]")
+    parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{KEY_VARIABLE}]")
     parser.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds between frames (default: 1)")
     parser.add_argument("--once", action="store_true", help="print the figures once, and leave")
     parser.set_defaults(run=_top)
@@ -224,7 +224,7 @@ def _seconds(text: str) -> float:
 def _top(arguments: argparse.Namespace) -> int:
     from deploy.top import top
 
-    key = arguments.api_key or os.environ.get(_KEY_VARIABLE, "")
+    key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
     if arguments.api_key:
         setproctitle.setproctitle("tokenyard top (arguments hidden: they had a key)")
     return top(arguments.url, key, arguments.every, arguments.once)
@@ -244,13 +244,13 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
     parser.add_argument("--model", default="", help="model name (default: the first one the server names)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message that opens each conversation")
-    parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{_KEY_VARIABLE}]")
+    parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{KEY_VARIABLE}]")
     parser.add_argument("--cacert", default="", metavar="FILE", help="PEM file with authorities to trust, for https")
     parser.set_defaults(run=_chat)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    key = arguments.api_key or os.environ.get(_KEY_VARIABLE, "")
+    key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
     if arguments.api_key:
         setproctitle.setproctitle("tokenyard chat (arguments hidden: they had a key)")
     return chat(arguments.url, arguments.model, arguments.system, key, arguments.cacert)

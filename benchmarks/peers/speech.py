@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.speech import Answer, Speaker
+from benchmarks.speakers import Answer, Speaker
 
 # faster-whisper's transcriptions at once.
 _WORKERS = 8

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.bench.datasets import Dataset, DatasetError
-from deploy.bench.flags import KEY_VARIABLE
-from deploy.bench.names import LIMITS, PREFIX, RANDOM
+from deploy.bench.names import KEY_VARIABLE, LIMITS, PREFIX, RANDOM
 from deploy.bench.page import ResultError, page, read_results
 from deploy.bench.results import MOST_CLIENT_CPU_PERCENT, Level
 from deploy.bench.workload import Workload

@@ -9,10 +9,8 @@ from typing import Any
 
 import setproctitle
 
-from deploy.bench.names import LIMITS, PREFIX, RANDOM
-from shared.settings_sources import ENV_PREFIX
+from deploy.bench.names import KEY_VARIABLE, LIMITS, PREFIX, RANDOM
 
-KEY_VARIABLE = ENV_PREFIX + "API_KEY"
 # The command line writes `bench plot` so: a positional argument and a subcommand cannot share a place.
 PLOT = "bench-plot"
 _EXAMPLES = """\

@@ -13,7 +13,8 @@ from aiohttp import web
 
 from benchmarks import speech
 from benchmarks.peers.speech import peer
-from benchmarks.speech import RATE, Answer, chosen, clip_of, measured
+from benchmarks.speakers import Answer
+from benchmarks.speech import RATE, chosen, clip_of, measured
 from benchmarks.standard_speech import standard_speech
 from tests.model_worker.hearing.tiny_whisper import tiny_whisper
 
