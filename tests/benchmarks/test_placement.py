@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from benchmarks.placement import POLICIES, Outcome, Scenario, Simulation
+from benchmarks.placement import POLICIES, SCENARIOS, Outcome, Scenario, Simulation
 
 SMALL = {"requests": 160, "system_tokens": 256, "system_prompts": 8, "per_second": 80.0}
 
@@ -26,6 +28,13 @@ def test_the_hit_rate_is_near_the_ideal_and_no_request_waits_longer() -> None:
     assert others.hit_rate < 0.9 * others.ideal_hit_rate
     assert p99(ours.queued) <= p99(others.queued)
     assert p99(ours.first_token) <= p99(others.first_token)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_burst_that_takes_all_rows_keeps_to_its_prefixes(seed: int) -> None:
+    burst = Simulation(replace(SCENARIOS[2], seed=seed), POLICIES["by prefix"]()).run()
+    assert set(burst.placed.values()) == {64}, "all rows are taken"
+    assert burst.hit_rate >= 0.95 * burst.ideal_hit_rate
 
 
 @pytest.mark.parametrize("policy", ["least loaded", "round robin"])

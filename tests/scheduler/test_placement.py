@@ -9,7 +9,7 @@ import pytest
 
 from interfaces import ErrorCode, RequestError, RequestID, SamplingParams, Submit, TextContext
 from scheduler import placement
-from scheduler.placement_cost import ROWS_APART, TOKENS_OF_A_ROW, least_cost
+from scheduler.placement_cost import ROWS_APART, TOKENS_OF_A_ROW, WEIGHT_OF_NEW_TOKENS, least_cost
 from scheduler.sequence import Sequence
 from tests.scheduler.simulated_worker import VOCAB
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard
@@ -71,16 +71,14 @@ def test_a_backlog_that_costs_more_than_the_match_saves_sends_a_prompt_elsewhere
     prompt = list(range(40))
     compute(yard, 0, prompt)
     asked = [*prompt, 41]
-    yard.submit(0, asked, 20, [])
+    assert 2 * TOKENS_OF_A_ROW < WEIGHT_OF_NEW_TOKENS * 40 < 3 * TOKENS_OF_A_ROW
+    for handle in range(3):
+        yard.submit(handle, asked, 20, [])
+        yard.scheduler.next_steps()
+        assert running(yard) == [handle + 1, 0], "two sequences beside it cost less than the prompt"
+    yard.submit(3, asked, 20, [])
     yard.scheduler.next_steps()
-    assert running(yard) == [1, 0], "a sequence beside it costs less than 40 tokens"
-    assert TOKENS_OF_A_ROW < 40 < 2 * TOKENS_OF_A_ROW
-    yard.submit(1, asked, 20, [])
-    yard.scheduler.next_steps()
-    assert running(yard) == [2, 0]
-    yard.submit(2, asked, 20, [])
-    yard.scheduler.next_steps()
-    assert running(yard) == [2, 1], "now two workers have the prefix"
+    assert running(yard) == [3, 1], "now two workers have the prefix"
 
 
 def test_blocks_that_are_being_computed_count_as_a_match() -> None:
@@ -89,9 +87,10 @@ def test_blocks_that_are_being_computed_count_as_a_match() -> None:
     yard.submit(0, prompt, 5, [])
     yard.scheduler.next_steps()
     first, second = least_cost(list(yard.scheduler.workers.values()), sequence(yard, [*prompt, 121]), 16)
-    assert (first.worker.hello.index, first.match, first.new_tokens) == (1, 0, 121)
-    assert (second.match, second.new_tokens) == (120, 1)
-    assert second.backlog == 112 + TOKENS_OF_A_ROW, "what is left of the first prompt is waited for"
+    assert (first.worker.hello.index, first.match, first.new_tokens) == (0, 120, 1)
+    assert first.backlog == 112 + TOKENS_OF_A_ROW, "what is left of the first prompt is waited for"
+    assert (second.match, second.new_tokens) == (0, 121)
+    assert second.new_tokens < first.cost < second.cost, "a prompt that is computed twice delays others, too"
 
 
 @pytest.mark.parametrize(("step_tokens", "best"), [(400, 1), (399, 0)])
