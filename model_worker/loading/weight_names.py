@@ -24,6 +24,8 @@ from transformers.core_model_loading import (
 
 from model_worker.cpu.gemm.embedding import has_table
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight, JoinedExperts
+from model_worker.vision.composite import text_modules
+from model_worker.vision.family import is_composite
 
 # Where the name of a tensor has the number of its expert.
 _EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
@@ -41,6 +43,8 @@ class WeightNames:
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._state = self.model.state_dict()
         self._tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        # What encodes images computes in a type of its own, and is not packed.
+        self._packed = text_modules(self.model) if is_composite(config) else set(self.model.modules())
 
     def find(self, key: str) -> tuple[str, bool]:
         """Return the weight's name in the model, and whether it is stored there as it is."""
@@ -66,15 +70,16 @@ class WeightNames:
     def place_of(self, key: str, weight: EncodedWeight, tables: bool = True) -> str:
         """Return the name of the plain linear layer whose weight this is, or of the tensor, if it has that of experts.
 
-        With `tables` also that of an embedding. Empty if there is none.
+        With `tables` also that of an embedding. Empty if there is none, and for what encodes images.
         """
         name, plain = self.find(key)
         module, _, last = name.rpartition(".")
-        if weight.experts:
-            return name if plain and name in self._state and tuple(self._state[name].shape) == weight.shape else ""
-        if not plain or last != "weight" or name not in self._state or name in self._tied:
+        if not plain or name not in self._state or (owner := self.model.get_submodule(module)) not in self._packed:
             return ""
-        owner = self.model.get_submodule(module)
+        if weight.experts:
+            return name if tuple(self._state[name].shape) == weight.shape else ""
+        if last != "weight" or name in self._tied:
+            return ""
         stays = type(owner) is nn.Linear or (tables and has_table(owner))
         return module if stays and tuple(self._state[name].shape) == weight.shape else ""
 

@@ -82,7 +82,7 @@ def load_weights(
     if overlays:
         checkpoint = overlaid(checkpoint, overlays, architecture)
     if overlays or is_quantized(checkpoint, scheme):
-        lazily = device.type == "cpu" and not composite
+        lazily = device.type == "cpu"
         fp8_may_stay = device.type == "cuda" and not composite and scheme.rounds_inputs
         kinds = attention, lazily, fp8_may_stay
         return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, *kinds)
@@ -229,14 +229,17 @@ def load_quantized(
             return _typed(model)
         log.warning("%s: %s names a quantization, and no weight of the files is quantized", architecture, scheme.file)
         return _typed(model)
-    decoded = [] if lazily else [weight for key, weight in weights.encoded.items() if not targets.get(key)]
+    decoded = [weight for key, weight in encoded.items() if not targets.get(key)]
     size = sum(math.prod(weight.shape) for weight in decoded) * kind.itemsize
+    said = f"{len(decoded)} are decoded to {kind}, {size / 1e9:.2f} GB"
+    if lazily:
+        said = f"stay so until they are packed; {said}" if decoded else "stay so until they are packed"
     log.info(
         "%s: %d weights are quantized by %s, and %s",
         architecture,
         len(weights.encoded),
         weights.method or "a method that no file names",
-        "stay so until they are packed" if lazily else f"{len(decoded)} are decoded to {kind}, {size / 1e9:.2f} GB",
+        said,
     )
     return _typed(model)
 

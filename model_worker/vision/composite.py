@@ -5,6 +5,7 @@ Knows where transformers keeps the parts. Does not know how they are run.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -97,6 +98,13 @@ def decoder_of(composite: PreTrainedModel) -> PreTrainedModel:
     inner: Any = composite.model
     decoder: PreTrainedModel = next(getattr(inner, name) for name in _DECODERS if hasattr(inner, name))
     return decoder
+
+
+def text_modules(composite: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules that compute text: the decoder's, and the output embedding. Empty where there are none."""
+    with contextlib.suppress(AttributeError, StopIteration):
+        return {*decoder_of(composite).modules(), composite.get_output_embeddings()}
+    return set()
 
 
 def tower_parameters(composite: PreTrainedModel) -> list[nn.Parameter]:

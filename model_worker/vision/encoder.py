@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from interfaces import ImageMetadata
 from model_worker.vision.adapters import TowerAdapters
-from model_worker.vision.composite import decoder_of
+from model_worker.vision.composite import decoder_of, text_modules
 from model_worker.vision.family import Family
 from model_worker.vision.positions import SECONDS
 
@@ -89,7 +89,7 @@ class Encoder:
 
     def _adaptable(self) -> dict[str, nn.Module]:
         """Return the modules that adapters may change, by their names in files."""
-        text = {*decoder_of(self.composite).modules(), self.composite.get_output_embeddings()}
+        text = text_modules(self.composite)
         return {name: module for name, module in self.composite.named_modules() if name and module not in text}
 
     @property
@@ -218,7 +218,7 @@ def make_encoder(
     text = config.get_text_config(decoder=True)
     pad = getattr(text, "pad_token_id", None)
     embedding: Any = composite.get_input_embeddings()
-    width = embedding.weight.shape[-1]
+    width = embedding.embedding_dim
     vision = getattr(config, "vision_config", None)
     merge = getattr(vision, "spatial_merge_size", 1) if family.grid_positions else 1
     return kind(

@@ -249,10 +249,16 @@ BLOCKS_OF_128 = Format(_fp8("block", side=128), {**_FP8, "weight_block_size": [1
 
 
 def quantize_checkpoint(
-    plain: Path, path: Path, form: Format, said: bool = True, seed: int = 0, ends: tuple[str, ...] = ("_proj.weight",)
+    plain: Path,
+    path: Path,
+    form: Format,
+    said: bool = True,
+    seed: int = 0,
+    ends: tuple[str, ...] = ("_proj.weight",),
+    ignored: str = "",
 ) -> Path:
     """Write a checkpoint's matrices with these `ends` in a format, and beside it, in `exact`, a plain one with the
-    weights meant.
+    weights meant. Those whose names have what is `ignored` stay plain.
 
     Without `said` no file names the format.
     """
@@ -260,7 +266,7 @@ def quantize_checkpoint(
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if not name.endswith(ends):
+        if not name.endswith(ends) or (ignored and ignored in name):
             stored[name] = meant[name] = tensor
             continue
         tensors, weight = form.write(draw, *tensor.shape)
