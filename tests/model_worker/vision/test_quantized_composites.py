@@ -53,7 +53,7 @@ def likelihoods(tiny: Tiny, prompt: list[int], answer: list[int], images: list[d
     tokens = np.array([*prompt, *answer])
     inputs = tiny.inputs(tokens, images) if images else {"input_ids": torch.from_numpy(tokens)[None]}
     with torch.inference_mode():
-        logits = tiny.model(**inputs).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logits: Tensor = tiny.model(**inputs).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return logits[torch.arange(len(answer)), torch.tensor(answer)]
 
 
@@ -61,7 +61,7 @@ def compare(tiny: Tiny, pipeline: TextPipeline, images: list[dict[str, Tensor]],
     """Compare the likelihoods of greedy answers about each image, and about a text alone."""
     greedy = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     text: Any = TextContext.from_prompt(np.array(TEXT), greedy, log_probabilities=1)
-    asked = [(TEXT, [], text)]
+    asked: list[tuple[list[int], list[dict[str, Tensor]], Any]] = [(TEXT, [], text)]
     for image in images:
         texts = [TEXT[:3], TEXT[3:]]
         asked.append((tiny.prompt(texts)[0].tolist(), [image], context_of(tiny, texts, [image])))
