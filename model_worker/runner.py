@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from model_worker.agreement import Agreed
 from model_worker.attention import RECORDABLE, attention_backend, cpu
 from model_worker.backends.base import Backend
 from model_worker.backends.fused import FusedBackend
@@ -79,14 +80,14 @@ class ModelRunner:
         self.backend.logits(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
         self.backend.logits(self._first_tokens(1))
 
-    def record(self, max_rows: int, max_model_len: int, max_tokens: int, alone: bool = True) -> None:
+    def record(self, max_rows: int, max_model_len: int, max_tokens: int, agreed: Agreed | None = None) -> None:
         """Record steps of sequences up to `max_model_len` tokens as graphs, where the device has them.
 
-        Those of up to `max_tokens` tokens may have prompts in them. Unless `alone`, as one rank of a group, a want of
-        memory is an error.
+        Those of up to `max_tokens` tokens may have prompts in them. In a group `agreed` says whether something is so on
+        all ranks, and a want of memory is an error.
         """
         if self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend):
-            self.backend.record(max_rows, max_model_len, max_tokens, self.num_blocks, alone)
+            self.backend.record(max_rows, max_model_len, max_tokens, self.num_blocks, agreed)
 
     @property
     def records(self) -> bool:

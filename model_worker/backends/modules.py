@@ -7,6 +7,7 @@ to call a model of transformers so that its attention finds our cache. Does not 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from model_worker.adapters.fitting import Adapter
 from model_worker.adapters.hooks import AdapterHooks
+from model_worker.agreement import Agreed, together
 from model_worker.attention import (
     PAGED_ATTENTION,
     RECORDABLE,
@@ -64,29 +66,41 @@ class ModulesBackend(Backend):
         self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
-    def record(self, max_rows: int, max_model_len: int, max_tokens: int, spare_block: int, alone: bool = True) -> None:
+    def record(
+        self, max_rows: int, max_model_len: int, max_tokens: int, spare_block: int, agreed: Agreed | None = None
+    ) -> None:
         """Record steps of sequences up to `max_model_len` tokens as graphs. Padding uses `spare_block`.
 
         Decode steps, and with Triton's attention also those with prompts, of up to `max_tokens` tokens; 0: none.
 
-        A model whose forward pass waits for the device (for routing tokens to experts, say) runs without. So does one
-        that is `alone` for want of memory; in a group that error is raised, since other ranks may have recorded.
+        A model whose forward pass waits for the device (for routing tokens to experts, say) runs without, and so does
+        one for want of memory. In a group `agreed` says whether something is so on all ranks: they record the same
+        steps, or none. There a want of memory is raised, since others have launched sums of the step.
         """
         blocks = -(-max_model_len // self._cache.block_size)
         has_triton = self._attend is triton.attend
         recorder = CudaRecorder()
+
+        def make_buffers() -> tuple[MixedBuffers | None, DecodeBuffers]:
+            kernels = has_triton and fills_are_right(self.device)
+            places = blocks, self._cache.block_size, spare_block, self.device, kernels
+            mixed = MixedBuffers(max_tokens, max_rows, *places) if max_tokens and has_triton else None
+            return mixed, DecodeBuffers(max_rows, *places)
+
+        def recorded(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            return together(agreed, lambda: recorder(step))
+
         try:
             with torch.inference_mode():
-                kernels = has_triton and fills_are_right(self.device)
-                places = blocks, self._cache.block_size, spare_block, self.device, kernels
-                if max_tokens and has_triton:
-                    self._mixed = MixedGraphs(self._forward, MixedBuffers(max_tokens, max_rows, *places), recorder)
-                self._graphs = DecodeGraphs(self._forward, DecodeBuffers(max_rows, *places), recorder)
+                mixed, decode = together(agreed, make_buffers)
+                if mixed is not None:
+                    self._mixed = MixedGraphs(self._forward, mixed, recorded)
+                self._graphs = DecodeGraphs(self._forward, decode, recorded)
         except RuntimeError as error:  # torch.OutOfMemoryError, too: steps need no recording
             self._graphs = self._mixed = None
             # The end of a capture may have an error of its own.
             for cause in (error, error.__context__):
-                if not alone and isinstance(cause, Exception) and is_for_want_of_memory(cause):
+                if agreed is not None and isinstance(cause, Exception) and is_for_want_of_memory(cause):
                     raise cause from None
             reason = str(error).partition("\n")[0]
             log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)

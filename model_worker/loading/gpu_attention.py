@@ -8,13 +8,14 @@ fails in any way, of which there are many between builds of torch, drivers and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from model_worker.agreement import Agreed
 from model_worker.attention import attention_backend, cuda, reference, triton
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import CudaRecorder
@@ -58,7 +59,7 @@ def choose_attention(
     tokens: Tensor,
     expected: Tensor,
     kernels: Sequence[Candidate] | None = None,
-    agreed: Callable[[bool], bool] | None = None,
+    agreed: Agreed | None = None,
 ) -> LoadedModel:
     """Use the first kernel that can attend for this model and proves it; else plain torch, and log the reasons.
 

@@ -2,7 +2,8 @@
 
 A module is known by what it has (a weight and an epsilon; linear layers gate, up and down), not by its architecture,
 and only replaced if the kernel gives on random input what the module gives. Parameters stay where they are, and linear
-layers are called as before, so adapters and new weights work as they do without.
+layers are called as before, so adapters and new weights work as they do without. Of a group's model this rank's part is
+proven by itself: a kernel may fail on one rank alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model_worker.attention.triton import missing
+from model_worker.joined_linear import JoinedLinear, apart
 from model_worker.model import first_line
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class ReplacedModules:
         if missing() is not None:
             return
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), apart(model):
                 for module in model.modules():
                     if (forward := _proven(module)) is not None:
                         vars(module)["forward"] = forward
@@ -98,6 +100,8 @@ def _epsilon(module: Any) -> float | None:
 
 def _is_gated(module: Any) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if isinstance(parts[2], JoinedLinear):
+        parts[2] = parts[2].part
     return all(isinstance(part, nn.Linear) for part in parts) and len(list(module.children())) <= 4
 
 

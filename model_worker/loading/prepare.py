@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from model_worker.agreement import Agreed
 from model_worker.cpu import kernel_cache
 from model_worker.cpu.fused.stack import fused_stack
 from model_worker.cpu.gemm.coded_linear import CodedLinear
@@ -49,7 +50,7 @@ def prepare(
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     kv_dtype: str = "auto",
     fuses: bool = True,
-    agreed: Callable[[bool], bool] | None = None,
+    agreed: Agreed | None = None,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
@@ -169,7 +170,7 @@ def _replace_modules(
     loaded: LoadedModel,
     tokens: torch.Tensor,
     expected: torch.Tensor,
-    agreed: Callable[[bool], bool] | None = None,
+    agreed: Agreed | None = None,
 ) -> None:
     """Compute norms and gated layers by kernels, if the model gives the same logits. Refuses one that never does.
 

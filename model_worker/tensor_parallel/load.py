@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from model_worker.agreement import Agreed
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.hearing.encoder import hears
 from model_worker.loading.checkpoint import read_config, refuse_by_config, weights_dtype
@@ -48,10 +49,12 @@ def load_part(
     progress: Progress,
     max_model_len: int | None = None,
     device: torch.device = _CPU,
+    agreed: Agreed | None = None,
 ) -> LoadedModel:
     """Load one rank's part of a model, and verify it. All ranks must call it, since they compute together.
 
-    The model and its arguments are those of `load_model`. ModelRefused says what cannot be split.
+    The model and its arguments are those of `load_model`. `agreed` says whether something is so on all ranks; by default
+    `joining` does. ModelRefused says what cannot be split.
     """
     wanted = weights_dtype(dtype, device)
     config = _splittable_config(source, ranks)
@@ -65,10 +68,13 @@ def load_part(
     if max_position is not None:
         pin_rope(model, min(max_position, max_model_len or max_position))
 
-    def agreed(here: bool) -> bool:
-        return int(joining.sum(torch.tensor([int(here)], device=device)).item()) == ranks
-
+    agreed = agreed or agreement(joining, ranks)
     return prepare(model.eval(), device, "none", progress, fuses=False, agreed=agreed)
+
+
+def agreement(joining: Joining, ranks: int) -> Agreed:
+    """Return what says whether something is so on all ranks, by a sum of numbers in the hosts' memory."""
+    return lambda here: int(joining.sum(torch.tensor([int(here)])).item()) == ranks
 
 
 def _splittable_config(source: str | Path, ranks: int) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from model_worker.joined_linear import JoinedLinear
 from model_worker.tensor_parallel.plan import Cut, SplitPlan
 
 # Reads a part of a tensor: the dimension, and where it begins and ends there.
@@ -57,27 +58,6 @@ def cut_model(model: PreTrainedModel, plan: SplitPlan, rank: int, done: dict[str
         attention: Any = model.get_submodule(name)
         if hasattr(attention, "num_key_value_groups"):
             attention.num_key_value_groups = groups
-
-
-class JoinedLinear(nn.Module):
-    """A linear layer with a rank's part of the weights, whose outputs are joined with those of the others.
-
-    The layer is a module of its own, which may be packed as others are. With a `taken` range it gets that part of the
-    input.
-    """
-
-    def __init__(self, part: nn.Linear, join: Callable[[Tensor], Tensor], taken: tuple[int, int] | None) -> None:
-        super().__init__()
-        self.part = part
-        self._join = join
-        self._taken = taken
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Compute this rank's part, and join it."""
-        if self._taken is not None:
-            first, end = self._taken
-            inputs = inputs[..., first:end].contiguous()
-        return self._join(self.part(inputs))
 
 
 def join_parts(model: PreTrainedModel, plan: SplitPlan, joining: Joining, sizes: dict[str, int]) -> None:

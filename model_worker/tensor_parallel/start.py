@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from model_worker.agreement import Agreed
 from model_worker.attention import cpu
 from model_worker.cuda.memory import CudaMemory
 from model_worker.execution.rehearsal import gpu_kv_memory
@@ -26,7 +27,7 @@ from model_worker.runner import ModelRunner
 from model_worker.tensor_parallel.collectives import Collectives
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.tensor_parallel.links import Follower, Leader, Place
-from model_worker.tensor_parallel.load import load_part
+from model_worker.tensor_parallel.load import agreement, load_part
 from model_worker.tensor_parallel.passes import GroupBackend, follow
 from shared import forkserver, phases
 from shared.model_facts import model_facts
@@ -63,6 +64,7 @@ class Group:
         _meeting(place).unlink(missing_ok=True)
         self._leader = Leader(place, _SLOT_BYTES)
         self._collectives = _collectives(place, self._device)
+        self._agreed = agreement(self._leader.exchange, self._ranks)
 
     def load(self, progress: Progress) -> LoadedModel:
         """Load this rank's part of the model, while the others load theirs."""
@@ -74,6 +76,7 @@ class Group:
             progress,
             self._settings.max_model_len,
             self._device,
+            self._agreed,
         )
         log.info(
             "%s is computed by %d ranks with transformers' modules: the fused stack is not used in a group",
@@ -102,7 +105,7 @@ class Group:
         terms = {"num_blocks": runner.num_blocks, "block_size": size, "record": record}
         self._leader.send(json.dumps(terms).encode())
         if self._collectives is not None:
-            _record(runner, record, self._collectives)
+            _record(runner, record, self._agreed)
         runner.backend = GroupBackend(runner.backend, size, self._leader, self._collectives)
         runner.warm_up()
         self._leader.send(_STARTED)
@@ -129,6 +132,7 @@ class Rank:
         place = _place(settings, folder, index, rank, epoch)
         torch_device = _device(device)
         self._link = Follower(place)
+        agreed = agreement(self._link.exchange, settings.tensor_parallel)
         self._collectives = _collectives(place, torch_device)
         phases.phase("load weights")
         loaded = load_part(
@@ -139,6 +143,7 @@ class Rank:
             phases.tensors,
             settings.max_model_len,
             torch_device,
+            agreed,
         )
         phases.phase("allocate KV")
         if self._collectives is not None:
@@ -151,7 +156,7 @@ class Rank:
         if self._collectives is None:
             cpu.warm_up(runner.cache.layout.dtype)
         else:
-            _record(runner, terms["record"], self._collectives)
+            _record(runner, terms["record"], agreed)
         self._backend = runner.backend
         follow(self._backend, lambda: _next(self._link), self._collectives)
 
@@ -179,14 +184,12 @@ class Rank:
             sys.exit(1)
 
 
-def _record(runner: ModelRunner, record: Sequence[int], collectives: Collectives) -> None:
+def _record(runner: ModelRunner, record: Sequence[int], agreed: Agreed) -> None:
     """Record steps, on all ranks or on none: a recorded step has padding, so its sums have other shapes."""
     # NCCL wants a first use before a recording.
     runner.warm_up()
     max_rows, max_model_len, max_tokens = record
-    runner.record(max_rows, max_model_len, max_tokens, alone=False)
-    if collectives.least(int(runner.records)) != int(runner.records):
-        raise GroupLost("this rank has recorded its steps and another one has not: the log of that one says why")
+    runner.record(max_rows, max_model_len, max_tokens, agreed)
 
 
 def _next(link: Follower) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from model_worker.joined_linear import JoinedLinear
 from model_worker.loading import verify
 from model_worker.loading.gpu_modules import ReplacedModules
 from model_worker.loading.load import load_model
@@ -123,3 +124,31 @@ def test_gates_of_any_size_equal_torch(dtype: torch.dtype) -> None:
         # Both round twice: an activation at the edge between two numbers may go either way.
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
         torch.testing.assert_close(got, function(gate) * up, rtol=tolerance, atol=tolerance)
+
+
+class OwnSum:
+    """The sum of two ranks with equal parts, and how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return 2 * part
+
+
+def test_a_gated_layer_of_a_group_is_proven_without_the_other_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path: Path = tiny_model("llama", tmp_path_factory.getbasetemp())
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    gated: Any = model.model.layers[0].mlp
+    added = OwnSum()
+    gated.down_proj = JoinedLinear(gated.down_proj, added, None)
+    x = torch.randn(3, model.config.hidden_size)
+    with torch.inference_mode():
+        want = gated(x)
+        assert added.count == 1
+        ReplacedModules(model)
+        assert added.count == 1
+        assert "forward" in vars(gated)
+        torch.testing.assert_close(gated(x), want, rtol=1e-4, atol=1e-5)
+    assert added.count == 2

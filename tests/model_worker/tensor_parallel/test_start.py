@@ -37,34 +37,6 @@ def test_a_rank_that_is_refused_says_why(tmp_path: Path, tmp_path_factory: pytes
     assert "Traceback" not in said
 
 
-class Recording:
-    """A runner that records its steps, or has no graph; and what joins it with others, the least of which is known."""
-
-    def __init__(self, here: bool, everywhere: bool) -> None:
-        self.records = here
-        self._everywhere = everywhere
-        self.alone = True
-
-    def warm_up(self) -> None:
-        pass
-
-    def record(self, *limits: int, alone: bool) -> None:
-        self.alone = alone
-
-    def least(self, number: int) -> int:
-        return min(number, int(self._everywhere))
-
-
-def test_ranks_of_which_one_has_no_recording_end() -> None:
-    for here in (True, False):
-        rank: Any = Recording(here, here)
-        start._record(rank, (4, 64, 0), rank)
-        assert not rank.alone
-    rank = Recording(True, False)
-    with pytest.raises(GroupLost, match="another one has not"):
-        start._record(rank, (4, 64, 0), rank)
-
-
 def test_a_rank_without_memory_says_so_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` reports errors of what makes a rank, as it does those of rank 0."""
 
