@@ -53,8 +53,8 @@ def load_part(
 ) -> LoadedModel:
     """Load one rank's part of a model, and verify it. All ranks must call it, since they compute together.
 
-    The model and its arguments are those of `load_model`. `agreed` says whether something is so on all ranks; by default
-    `joining` does. ModelRefused says what cannot be split.
+    The model and its arguments are those of `load_model`. `agreed` says whether something is so on all ranks; `joining`
+    does where it is left out. ModelRefused says what cannot be split.
     """
     wanted = weights_dtype(dtype, device)
     config = _splittable_config(source, ranks)
