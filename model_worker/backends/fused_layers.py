@@ -1,8 +1,9 @@
 """The layers of a decoder on a GPU in ten launches each: four products, attention, and kernels for all between them.
 
-For models of the form that decoder_form.py knows, of linear modules that are plain or in FP8. Parameters stay those of
-the modules, which compute what this does not take: adapters, and tokens that see later ones. Knows how a batch and the
-cache are put to kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to find out.
+For models of the form that decoder_form.py knows, of linear modules that are plain, in FP8 or in four bits. Parameters
+stay those of the modules, which compute what this does not take: adapters, and tokens that see later ones. Knows how a
+batch and the cache are put to kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to find
+out.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from model_worker.attention import AttentionBackend
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.cuda.int4_linear import Int4Linear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.decoder_form import GEMMA, LayerForm, Part, decoder_form, epsilon_of, require
 from model_worker.kv_cache import AttentionParams, KVCache
 from model_worker.model import LoadedModel
 
+# Linear layers that may be joined.
+_TYPES = (nn.Linear, Fp8Linear, BlockFp8Linear, Int4Linear)
 # Rows of the trials that tell which of a few formulas a module computes.
 _TRIAL_ROWS = 4
 Angles = tuple[Tensor, Tensor]  # cosines and sines [T, turning elements of a head]
@@ -51,9 +55,9 @@ class FusedLayers:
         widths = {tuple(norm.weight.shape) for layer in form.layers for norm in layer.of_heads or ()}
         require(widths in (set(), {(form.shape.k_dim,)}), "it normalises queries and keys across heads")
         linears = [part.linear for layer in form.layers for part in layer.parts]
-        plain = all(type(linear) is nn.Linear and linear.weight.dtype == loaded.dtype for linear in linears)
-        in_fp8 = any(all(type(linear) is kind for linear in linears) for kind in (Fp8Linear, BlockFp8Linear))
-        require(plain or in_fp8, "its linear layers are neither plain ones of one type nor all in FP8 of one kind")
+        plain = all(linear.weight.dtype == loaded.dtype for linear in linears if type(linear) is nn.Linear)
+        known = plain and all(type(linear) in _TYPES for linear in linears)
+        require(known, "its linear layers are neither plain ones of one type nor in FP8 or four bits")
         self._form = form
         self._norm = _norm_form(norms, self._epsilon)
         self._activation = _activation([layer.activation for layer in form.layers])
@@ -122,7 +126,6 @@ def _joined(parts: list[Part]) -> JoinedLinear:
     linears = list({id(part.linear): part.linear for part in parts}.values())
     biased = {linear.bias is not None for linear in linears}
     require(len(biased) == 1, "some of its linear layers of the same input have biases, and others none")
-    require(JoinedLinear.joins(linears), "its linear layers of the same input have scales of blocks that cross them")
     return JoinedLinear(linears)
 
 

@@ -6,12 +6,11 @@ Knows no format of files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.cuda import timing
 from model_worker.cuda.fp8_linear import LARGEST, LEAST_SCALE, TOLERANCE, lacks_fp8
 
 # Outputs, and inputs, of a block.
@@ -26,8 +25,6 @@ _ROUNDED = 1 / 16
 _ROUNDED_OF_SCALE = 1 / 1024
 # Tokens of the trials whose time is taken: steps of few answers and of many, and one with a prompt.
 _TIMED_TOKENS = (16, 32, 128, 1024)
-# How much longer a product in FP8 may take: times vary by some hundredths.
-_SLOWER = 1.05
 
 
 class BlockFp8Linear(nn.Module):
@@ -124,30 +121,10 @@ def slower(device: torch.device, outputs: int, inputs: int) -> str:
 
     Where they cannot be timed, it says that.
     """
-    try:
-        return _slower(device, outputs, inputs)
-    except Exception as error:  # of a Triton, a compiler or a card without it, and of one without the memory
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        return f"its products cannot be timed: {reason}"
+    blocks = -(-outputs // SIDE), -(-inputs // SIDE)
 
+    def linear() -> BlockFp8Linear:
+        codes = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        return BlockFp8Linear(codes, torch.ones(blocks, device=device), None)
 
-def _slower(device: torch.device, outputs: int, inputs: int) -> str:
-    codes = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-    scales = torch.ones(-(-outputs // SIDE), -(-inputs // SIDE), device=device)
-    plain = codes.to(torch.bfloat16)
-    for count in _TIMED_TOKENS:
-        x = torch.randn(count, inputs, device=device, dtype=torch.bfloat16)
-        with torch.inference_mode():
-            own = milliseconds(lambda x=x: block_product(x, codes, scales, None))  # type: ignore[misc]
-            decoded = milliseconds(lambda x=x: functional.linear(x, plain))  # type: ignore[misc]
-        if own > _SLOWER * decoded:
-            return f"a product of {count} tokens takes {own:.3g} ms, and {decoded:.3g} ms with a decoded weight"
-    return ""
-
-
-def milliseconds(call: Callable[[], Tensor]) -> float:
-    """Return the median time of a call on a GPU whose cache has been filled with something else."""
-    from triton.testing import do_bench
-
-    found: float = do_bench(call, warmup=5, rep=30, return_mode="median")
-    return found
+    return timing.slower(linear, (outputs, inputs), torch.bfloat16, device, _TIMED_TOKENS)

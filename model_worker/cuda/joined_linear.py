@@ -6,23 +6,55 @@ Knows modules; knows no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, block_product
 from model_worker.cuda.fp8_linear import Fp8Linear, fp8_product
+from model_worker.cuda.int4_linear import Int4Linear, Packed, int4_product, join_alike
 
 
 class JoinedLinear:
-    """One product with the weights of several modules, whose parameters become parts of one piece of memory.
+    """The outputs of several modules with the same input, side by side. Those that go together are one product.
 
-    It holds no tensor: each call reads the weights through the first module's parameters. So their memory is free as
+    It holds no tensor: each call reads the weights through the modules' parameters. So their memory is free as
     soon as the modules' parameters are replaced.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear] | Sequence[Fp8Linear] | Sequence[BlockFp8Linear]) -> None:
-        """The modules have equal inputs, one dtype, and all of them a bias or none. See `joins`."""
+    def __init__(self, linears: Sequence[Any]) -> None:
+        """Each module is plain, or of one of this package's classes. They have equal inputs, and all of them a bias or
+        none."""
+        runs: list[list[Any]] = []
+        for linear in linears:
+            if runs and _joins([*runs[-1], linear]):
+                runs[-1].append(linear)
+            else:
+                runs.append([linear])
+        self._products = [_Product(run) for run in runs]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs of all modules, side by side."""
+        found = [product(x) for product in self._products]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def _joins(linears: Sequence[nn.Module]) -> bool:
+    """Whether the parameters of modules, one behind the other, are those of one module with all of their outputs."""
+    if len({type(linear) for linear in linears}) > 1:
+        return False
+    fours = [linear for linear in linears if isinstance(linear, Int4Linear)]
+    if fours:
+        return join_alike(fours)
+    # A block has outputs of one module.
+    return all(not isinstance(one, BlockFp8Linear) or one.out_features % SIDE == 0 for one in linears[:-1])
+
+
+class _Product:
+    """One product with the weights of several modules, whose parameters become parts of one piece of memory."""
+
+    def __init__(self, linears: Sequence[Any]) -> None:
         self._first = linears[0]
         self._outputs = sum(linear.out_features for linear in linears)
         if len(linears) > 1:
@@ -30,13 +62,7 @@ class JoinedLinear:
                 in_row = isinstance(self._first, Fp8Linear) and name == "scales"
                 _lay_together([linear.get_parameter(name) for linear in linears], 1 if in_row else 0)
 
-    @staticmethod
-    def joins(linears: Sequence[nn.Module]) -> bool:
-        """Whether the scales of such modules, one behind the other, are those of the joined outputs."""
-        return all(not isinstance(one, BlockFp8Linear) or one.out_features % SIDE == 0 for one in linears[:-1])
-
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs of all modules, side by side."""
         first = self._first
         added = None if first.bias is None else first.bias.as_strided((self._outputs,), (1,))
         if isinstance(first, Fp8Linear):
@@ -45,6 +71,11 @@ class JoinedLinear:
             groups = first.scales.shape[1]
             scales = first.scales.as_strided((-(-self._outputs // SIDE), groups), (groups, 1))
             return block_product(x, self._whole(first.codes), scales, added)
+        if isinstance(first, Int4Linear):
+            codes, scales, zeros, middle = first.packed
+            zeros = None if zeros is None else self._whole(zeros)
+            packed = Packed(self._whole(codes), self._whole(scales), zeros, middle)
+            return int4_product(x, packed, first.order, added, first.arrived)
         return nn.functional.linear(x, self._whole(first.weight), added)
 
     def _whole(self, weight: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.cuda.int4_linear import Int4Linear
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
@@ -107,7 +108,8 @@ class Keeping:
         of_tower = _tower_of(model)
         tower = {name: tensor for name, tensor in tensors.items() if id(tensor) in of_tower}
         unused = {} if vision else {name: (_name(tensor.dtype), list(tensor.shape)) for name, tensor in tower.items()}
-        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], unused)
+        fours = {name: one.middle for name, one in model.named_modules() if isinstance(one, Int4Linear)}
+        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], fours, unused)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in tower}
         self._tower = tower if vision else {}
 
@@ -185,8 +187,8 @@ def kept_model(found: Found, config: PreTrainedConfig, architecture: str) -> Pre
         ignore_mismatched_sizes=True,
     )
     check_loaded(architecture, info)
-    for name in [*found.facts.in_fp8, *found.facts.in_fp8_blocks]:
-        model.set_submodule(name, _linear_in_fp8(found, name))
+    for name in _encoded(found.facts):
+        model.set_submodule(name, _encoded_linear(found, name))
     if other := sorted(model.state_dict().keys() ^ found.tensors.keys()):
         raise ModelRefused(architecture, f"its modules and what is kept differ in {other[0]}")
     _put(model, found.tensors)
@@ -206,22 +208,31 @@ def _unused(found: Found) -> dict[str, Tensor]:
 
 
 def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:
-    """Name the tensors as in a checkpoint without FP8."""
+    """Name the tensors as in a plain checkpoint."""
     given: dict[str, Any] = {}
-    in_fp8 = {*found.facts.in_fp8, *found.facts.in_fp8_blocks}
+    encoded = _encoded(found.facts)
     for name, tensor in found.tensors.items():
         path, _, leaf = name.rpartition(".")
-        if path not in in_fp8 or leaf == "bias":
+        if path not in encoded or leaf == "bias":
             given[name] = Placeholder(tuple(tensor.shape), tensor.dtype)
         elif leaf == "codes":
-            given[f"{path}.weight"] = Placeholder(tuple(tensor.shape), dtype)
+            outputs, width = tensor.shape
+            given[f"{path}.weight"] = Placeholder((outputs, 2 * width if path in found.facts.in_int4 else width), dtype)
     return given
 
 
-def _linear_in_fp8(found: Found, name: str) -> Fp8Linear | BlockFp8Linear:
+def _encoded(facts: ModelFacts) -> set[str]:
+    """Name the linear modules whose weights are not plain."""
+    return {*facts.in_fp8, *facts.in_fp8_blocks, *facts.in_int4}
+
+
+def _encoded_linear(found: Found, name: str) -> Fp8Linear | BlockFp8Linear | Int4Linear:
     codes, scales, bias = (found.tensors.get(f"{name}.{part}") for part in ("codes", "scales", "bias"))
     if codes is None or scales is None:
         raise ValueError(f"{name} has no codes or no scales")
+    if name in found.facts.in_int4:
+        zeros, order = (found.tensors.get(f"{name}.{part}") for part in ("zeros", "order"))
+        return Int4Linear(codes, scales, zeros, found.facts.in_int4[name], order, bias)
     return Fp8Linear(codes, scales[0], bias) if name in found.facts.in_fp8 else BlockFp8Linear(codes, scales, bias)
 
 

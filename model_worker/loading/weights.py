@@ -35,7 +35,8 @@ from model_worker.cpu.gemm.embedding import keep_encoded
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.hearing.encoder import hears
-from model_worker.loading.gpu_fp8 import in_fp8, kept_in_fp8
+from model_worker.loading.gpu_kinds import Kind
+from model_worker.loading.gpu_weights import kept_on_gpu
 from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
 from model_worker.loading.quantized.scheme import Scheme, scheme_of
@@ -82,9 +83,7 @@ def load_weights(
     if overlays:
         checkpoint = overlaid(checkpoint, overlays, architecture)
     if overlays or is_quantized(checkpoint, scheme):
-        lazily = device.type == "cpu"
-        fp8_may_stay = device.type == "cuda" and not composite and scheme.rounds_inputs
-        kinds = attention, lazily, fp8_may_stay
+        kinds = attention, device.type == "cpu", device.type == "cuda" and not composite
         return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, *kinds)
     # Without accelerate all weights are in the host's memory first.
     straight = device.type != "cpu" and is_accelerate_available()
@@ -176,10 +175,10 @@ def load_quantized(
     device: torch.device,
     attention: Mapping[str, str],
     lazily: bool,
-    fp8_may_stay: bool = False,
+    stays_on_gpu: bool = False,
 ) -> PreTrainedModel:
-    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded, and `fp8_may_stay` those in
-    FP8 whose products the device computes in FP8."""
+    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded, and `stays_on_gpu` those
+    whose products the device is proven to compute as they are."""
     try:
         weights = read_weights(checkpoint, scheme)
     except LOAD_ERRORS as error:
@@ -190,11 +189,13 @@ def load_quantized(
         names = WeightNames(auto, config, attention)
         encoded = names.with_joined_experts(weights.encoded) if lazily else weights.encoded
         targets = {
-            key: names.place_of(key, weight, tables=lazily) for key, weight in encoded.items() if lazily or fp8_may_stay
+            key: names.place_of(key, weight, tables=lazily) for key, weight in encoded.items() if lazily or stays_on_gpu
         }
-        if fp8_may_stay:
+        kinds: dict[str, Kind] = {}
+        if stays_on_gpu:
             placed = {key: encoded[key] for key, module in targets.items() if module}
-            targets = {key: targets[key] for key in kept_in_fp8(placed, device, architecture)}
+            kinds = kept_on_gpu(placed, device, architecture, kind, scheme.rounds_inputs)
+            targets = {key: targets[key] for key in kinds}
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
@@ -216,8 +217,8 @@ def load_quantized(
         raise ModelRefused(architecture, _reason(error)) from error
     check_loaded(architecture, info)
     for key, module in targets.items():
-        if module and fp8_may_stay:
-            model.set_submodule(module, in_fp8(encoded[key], model.get_submodule(module).bias))
+        if module and stays_on_gpu:
+            model.set_submodule(module, kinds[key].layer(encoded[key], model.get_submodule(module).bias))
         elif module and encoded[key].experts:
             keep_experts(model, module, encoded[key], kind)
         elif module:

@@ -21,6 +21,8 @@ from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.loading.gguf.names import NO_WEIGHTS, ROTARY_FACTORS, source_of
 from model_worker.loading.gguf.weights import GgufWeight, Vector, read_weight
+from model_worker.loading.gpu_kinds import Kind
+from model_worker.loading.gpu_weights import kept_on_gpu
 from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded
 from model_worker.model import ModelRefused, first_line
@@ -61,8 +63,12 @@ def load_gguf(
     encoded = {
         name: weight
         for name, weight in weights.items()
-        if lazily and isinstance(weight, GgufWeight) and _may_stay(skeleton, name)
+        if isinstance(weight, GgufWeight) and _may_stay(skeleton, name, tables=lazily)
     }
+    kinds: dict[str, Kind] = {}
+    if not lazily:
+        kinds = kept_on_gpu(encoded, device, architecture, kind, rounds_inputs=False)
+        encoded = {name: encoded[name] for name in kinds}
     experts = {
         name: weight
         for name, weight in weights.items()
@@ -90,13 +96,17 @@ def load_gguf(
         raise ModelRefused(architecture, f"{file.path}: {first_line(error)}") from error
     check_loaded(architecture, info)
     for name, weight in encoded.items():
-        keep_encoded(model, name.removesuffix(".weight"), weight, kind)
+        module = name.removesuffix(".weight")
+        if name in kinds:
+            model.set_submodule(module, kinds[name].layer(weight, model.get_submodule(module).bias))
+        else:
+            keep_encoded(model, module, weight, kind)
     for name, of_experts in experts.items():
         keep_experts(model, name, of_experts, kind)
     if config.tie_word_embeddings and _EMBEDDING in encoded:
         model.set_submodule(_HEAD, EncodedLinear(encoded[_EMBEDDING], None, kind))
     _scale_rotation(file, model)
-    _say(file, architecture, kind, lazily)
+    _say(file, architecture, kind, lazily, len(kinds))
     loaded: PreTrainedModel = model
     return loaded
 
@@ -140,11 +150,11 @@ def _weights(file: GgufFile, skeleton: PreTrainedModel) -> dict[str, EncodedWeig
     return found
 
 
-def _may_stay(skeleton: PreTrainedModel, name: str) -> bool:
-    """Whether a weight may stay encoded: that of a linear layer, or the table of an embedding."""
+def _may_stay(skeleton: PreTrainedModel, name: str, tables: bool) -> bool:
+    """Whether a weight may stay encoded: that of a linear layer, or with `tables` that of an embedding."""
     path, _, last = name.rpartition(".")
     module = skeleton.get_submodule(path)
-    return last == "weight" and (type(module) is nn.Linear or has_table(module))
+    return last == "weight" and (type(module) is nn.Linear or (tables and has_table(module)))
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
@@ -172,7 +182,7 @@ def _scale_rotation(file: GgufFile, model: PreTrainedModel) -> None:
         setattr(rotary, name, frequencies / factors)
 
 
-def _say(file: GgufFile, architecture: str, kind: torch.dtype, lazily: bool) -> None:
+def _say(file: GgufFile, architecture: str, kind: torch.dtype, lazily: bool, kept: int) -> None:
     kinds = Counter(tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1)
     counted = ", ".join(f"{count} {name}" for name, count in kinds.most_common())
     log.info(
@@ -181,5 +191,5 @@ def _say(file: GgufFile, architecture: str, kind: torch.dtype, lazily: bool) -> 
         counted,
         "kept in their bits where panels hold them, else decoded one at a time"
         if lazily
-        else f"decoded to {kind} in memory",
+        else f"decoded to {kind} in memory, but for {kept}",
     )

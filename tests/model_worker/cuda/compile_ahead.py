@@ -24,6 +24,7 @@ from model_worker.cuda import (
     fp8_block_kernel,
     fp8_kernel,
     gate_kernel,
+    int4_kernel,
     kv_write_kernel,
     norm_kernel,
     paged_attention,
@@ -53,6 +54,8 @@ POINTERS = {
     **dict.fromkeys(("codes", "a_codes", "b_codes"), "*fp8e4nv"),
     **dict.fromkeys(("scales", "a_scales", "b_scales"), "*fp32"),
 }
+# Products with weights of four bits.
+OF_INT4 = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
 # Only cards with products of these numbers round to them.
 OF_FP8 = ("round", "round groups", "few in blocks", "some in blocks", "many in blocks")
 FP8_TARGETS = ("sm_89", "sm_90")
@@ -65,7 +68,7 @@ OF_THE_MODEL = (
 )
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
-    *("extremes", "edge", "pick", "finish", "add and norm", "rotary", "gate", *OF_FP8),
+    *("extremes", "edge", "pick", "finish", "add and norm", "rotary", "gate", *OF_FP8, *OF_INT4),
 )
 
 
@@ -113,6 +116,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     for name, (_, rows, columns, _, _) in zip(OF_FP8[2:], fp8_block_kernel.TILES, strict=True):
         tile = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "TOGETHER": 8, "BIASED": True}
         yield name, fp8_block_kernel.block_product_kernel, tile, "bf16"
+    for kind, (name, (_, rows, columns, _, _, split)) in enumerate(zip(OF_INT4, int4_kernel.TILES, strict=True)):
+        tile = {"ROWS": rows, "COLUMNS": columns, "STEP": 32 if kind == 1 else 128, "PER_GROUP": 1, "TOGETHER": 8}
+        flags = {"BIASED": True, "SPLIT": split, "KIND": kind % 3, "MIDDLE": 8}
+        yield name, int4_kernel.int4_kernel, {**tile, **flags}, "bf16"
 
 
 def main(arguments: list[str]) -> None:

@@ -81,7 +81,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
 
 
 def moved(loaded: LoadedModel, dtype: torch.dtype) -> LoadedModel:
-    """Give the model's modules weights of a type on the fake device, of which those that lie together still do."""
+    """Give the model's modules weights of a type on the fake device, of which those that lie together still do.
+
+    Codes stay of theirs.
+    """
     pieces: dict[int, Tensor] = {}
 
     def fake(real: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,7 +98,9 @@ def moved(loaded: LoadedModel, dtype: torch.dtype) -> LoadedModel:
     for module in loaded.model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(fake(parameter, dtype), requires_grad=False)
+                module._parameters[name] = nn.Parameter(
+                    fake(parameter, dtype if parameter.is_floating_point() else parameter.dtype), requires_grad=False
+                )
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = fake(buffer, buffer.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from model_worker.backends.fused_layers import FusedLayers
@@ -21,6 +22,7 @@ from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from tests.model_worker.cuda.fake_gpu import DEVICE, fake_gpu, moved
+from tests.model_worker.cuda.in_four_bits import in_four_bits
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import Launches, counted_launches
 from tests.model_worker.tiny_models import VOCAB, tiny_model
@@ -115,9 +117,9 @@ MODULES = {
 MOST_OF_A_FUSED_LAYER = 9
 
 
-def load(family: str, folder: Path, layers: int = LAYERS) -> LoadedModel:
+def load(family: str, folder: Path, layers: int = LAYERS, **overrides: Any) -> LoadedModel:
     """Load a model, with fused layers where its form has them."""
-    own = dict(CONFIGS.get(family, {}))
+    own = dict(CONFIGS.get(family, {})) | overrides
     own["n_layer" if family in ("gpt2", "gptj", "codegen") else "num_hidden_layers"] = layers
     if family in ("gemma2", "gemma3_text", "qwen2", "gpt_oss", "cohere2"):
         own["layer_types"] = ["sliding_attention", "full_attention", "full_attention"][:layers]
@@ -125,6 +127,16 @@ def load(family: str, folder: Path, layers: int = LAYERS) -> LoadedModel:
     loaded = load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False)
     loaded = replace(loaded, attention_name="triton", has_kernels=True)
     return replace(loaded, layers=FusedLayers(loaded)) if family in FUSED else loaded
+
+
+def load_in_four_bits(folder: Path, layers: int = LAYERS) -> LoadedModel:
+    """Load a model with fused layers whose linear modules have weights of four bits."""
+    loaded = load("llama", folder, layers, hidden_size=64)
+    for block in (module for layer in loaded.model.get_decoder().layers for module in (layer.self_attn, layer.mlp)):
+        for name, linear in list(block.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(block, name, in_four_bits(linear))
+    return replace(loaded, layers=FusedLayers(replace(loaded, layers=None)))
 
 
 def launched(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, Launches]:
@@ -163,6 +175,19 @@ def test_launches_of_a_fused_layer(
     of_layer = Counter(three.names) - Counter(two.names)
     assert of_layer.total() <= MOST_OF_A_FUSED_LAYER, of_layer
     assert of_layer["aten::mm"] + of_layer["aten::addmm"] == 4
+
+
+def test_weights_of_four_bits_are_multiplied_in_as_many_launches(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, three = (launched(load_in_four_bits(tmp_path_factory.getbasetemp(), n), monkeypatch) for n in (2, 3))
+    for launches in (*two, *three):
+        assert not launches.wide_doubles
+        assert not launches.from_host
+    of_layer = Counter(three[0].names) - Counter(two[0].names)
+    assert of_layer.total() <= MOST_OF_A_FUSED_LAYER, of_layer
+    assert of_layer["int4_kernel"] == 4
+    assert len(two[0].names) <= FUSED["llama"]
 
 
 def test_what_cannot_be_recorded_is_found_out(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from model_worker.cuda import fp8_blocks
+from model_worker.cuda import fp8_blocks, timing
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, rounded_groups, slower, unsupported
 from model_worker.cuda.joined_linear import JoinedLinear
-from model_worker.loading import gpu_fp8, verify
+from model_worker.loading import gpu_weights, verify
 from model_worker.loading.checkpoint import read_config
 from model_worker.loading.quantized.scheme import scheme_of
 from model_worker.loading.stored import open_stored
@@ -115,10 +115,13 @@ def test_layers_of_the_same_input_are_one_product() -> None:
     parts = [layer(256, 144, True), layer(128, 144, True), layer(100, 144, True)]
     x = torch.randn(7, 144)
     want = torch.cat([part(x) for part in parts], -1)
-    assert JoinedLinear.joins(parts)
-    torch.testing.assert_close(JoinedLinear(parts)(x), want)
+    joined = JoinedLinear(parts)
+    assert len(joined._products) == 1
+    torch.testing.assert_close(joined(x), want)
     torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), want)
-    assert not JoinedLinear.joins(parts[::-1]), "a block would have outputs of two layers"
+    crossing = JoinedLinear(parts[::-1])
+    assert len(crossing._products) == 2, "a block would have outputs of two layers"
+    torch.testing.assert_close(crossing(x), torch.cat([part(x) for part in parts[::-1]], -1))
 
 
 @pytest.fixture
@@ -175,7 +178,7 @@ def test_what_is_slower_than_a_decoded_weight_is_found_out(
         assert call().shape[1] == 32
         return next(left)
 
-    monkeypatch.setattr(fp8_blocks, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
     assert slower(CPU, 32, 48) == reason
 
 
@@ -184,7 +187,7 @@ def test_weights_that_cannot_be_timed_are_decoded(error: Exception, monkeypatch:
     def milliseconds(call: Callable[[], Tensor]) -> float:
         raise error
 
-    monkeypatch.setattr(fp8_blocks, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
     assert slower(CPU, 32, 48) == "its products cannot be timed: no timer here"
 
 
@@ -210,7 +213,7 @@ def test_a_checkpoint_keeps_its_numbers(
     monkeypatch.setattr(fp8_blocks, "_TRIAL_TOKENS", (1, 17))
     source = tiny_model("llama", tmp_path_factory.getbasetemp(), **SIZES)
     path = quantize_checkpoint(source, tmp_path / "q", BLOCKS_OF_128)
-    with caplog.at_level(logging.INFO, gpu_fp8.__name__):
+    with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
     kept = {key: module for key, module in model.named_modules() if isinstance(module, BlockFp8Linear)}
     assert f"{len(kept)} weights stay in FP8" in caplog.text
@@ -235,9 +238,12 @@ def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
     path = quantize_checkpoint(source, tmp_path / "q", BLOCKS_OF_128)
     product = fp8_block_kernel.multiply_blocks
     monkeypatch.setattr(fp8_block_kernel, "multiply_blocks", lambda *given: product(*given) * 1.5)
-    with caplog.at_level(logging.INFO, gpu_fp8.__name__):
+    with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
-    assert "7 weights in FP8 are decoded, since its products of FP8 numbers in blocks are wrong by 0." in caplog.text
+    assert (
+        "7 weights in FP8 are decoded, which takes 0.00 GB, since its products of FP8 numbers in blocks are wrong by 0."
+        in caplog.text
+    )
     reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     tokens = verify.tokens(model.config, CPU)
     with torch.inference_mode():

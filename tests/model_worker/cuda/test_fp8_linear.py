@@ -19,7 +19,7 @@ from model_worker.loading.quantized.scheme import Scheme, scheme_of
 from model_worker.loading.stored import open_stored
 from model_worker.loading.weights import load_quantized
 from model_worker.model import ModelRefused
-from tests.model_worker.loading.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.model_worker.loading.quantized_checkpoints import FORMATS, Format, quantize_checkpoint
 from tests.model_worker.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -92,15 +92,22 @@ def loaded(path: Path) -> Any:
         CPU,
         {},
         False,
-        fp8_may_stay=True,
+        stays_on_gpu=True,
     ).eval()
+
+
+def with_rounded_inputs(form: Format) -> Format:
+    """The format of a checkpoint of compressed-tensors that says so; others need not."""
+    groups = form.config.get("config_groups", {})
+    rounded = {name: {**group, "input_activations": {"num_bits": 8, "type": "float"}} for name, group in groups.items()}
+    return form._replace(config={**form.config, "config_groups": rounded}) if groups else form
 
 
 @pytest.mark.parametrize("name", ["fp8 of tensors", "fp8 of compressed-tensors", "fp8 of ModelOpt", "fp8 of blocks"])
 def test_a_checkpoint_keeps_its_numbers(name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """Those with scales of blocks of another size than a kernel takes are decoded."""
     source = tiny_model("llama", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=96, head_dim=16)
-    path = quantize_checkpoint(source, tmp_path / "q", FORMATS[name])
+    path = quantize_checkpoint(source, tmp_path / "q", with_rounded_inputs(FORMATS[name]))
     model = loaded(path)
     reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     kept = {key: module for key, module in model.named_modules() if isinstance(module, Fp8Linear)}

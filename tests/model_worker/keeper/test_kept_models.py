@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.cuda.int4_linear import Int4Linear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.loading.checkpoint import read_config
 from model_worker.loading.kept import Keeping, identity_of
@@ -23,10 +24,14 @@ from model_worker.loading.prepare import prepare
 from model_worker.model import LoadedModel, ModelRefused
 from model_worker.runner import ModelRunner
 from model_worker.weights.serving import free_weights
+from tests.model_worker.cuda.in_four_bits import in_four_bits
+from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.keeper.running import Running
 from tests.model_worker.tiny_models import own_tiny_model, tiny_model
 from tests.model_worker.vision.tiny_composites import gemma3, llava, qwen2_vl
 from tests.model_worker.vision.tiny_parts import Tiny, made
+
+need_triton()
 
 # Plain, tied, norms of heads, four norms, experts, sinks, joined projections, and modules of another form.
 FAMILIES = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "phi3", "gpt2")
@@ -142,9 +147,16 @@ def in_fp8_blocks(linear: nn.Linear) -> BlockFp8Linear:
     return BlockFp8Linear(linear.weight.detach().to(torch.float8_e4m3fn), torch.rand(shape), linear.bias)
 
 
-@pytest.mark.parametrize("fp8", [None, in_fp8, in_fp8_blocks])
+def in_order(linear: nn.Linear) -> Int4Linear:
+    """All have one order, as those have that read the same inputs."""
+    made = in_four_bits(linear)
+    made.order = torch.arange(linear.in_features).flip(0).int()
+    return made
+
+
+@pytest.mark.parametrize("encode", [None, in_fp8, in_fp8_blocks, in_four_bits, in_order])
 def test_joined_weights_come_back_joined(
-    fp8: Callable[[nn.Linear], nn.Module] | None, keeper: Running, tmp_path_factory: pytest.TempPathFactory
+    encode: Callable[[nn.Linear], nn.Module] | None, keeper: Running, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Joining them again moves nothing. Qwen 2 has biases."""
     path = tiny_model("qwen2", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=96, head_dim=16)
@@ -154,26 +166,25 @@ def test_joined_weights_come_back_joined(
         attention = model.model.layers[1].self_attn
         return [attention.q_proj, attention.k_proj, attention.v_proj]
 
-    if fp8 is not None:
+    if encode is not None:
         for name in ("q_proj", "k_proj", "v_proj"):
             attention = model.model.layers[1].self_attn
-            setattr(attention, name, fp8(getattr(attention, name)))
+            setattr(attention, name, encode(getattr(attention, name)))
     keeping = Keeping(keeper.worker(), "one")
     keeping.note(model)
     joined = JoinedLinear(parts(model))
     x = torch.randn(3, 64)
-    # Products with scales of blocks want a GPU.
-    want = None if fp8 is in_fp8_blocks else joined(x)
+    want = joined(x)
     keeping.keep()
     assert lie_there(model.parameters())
-    assert want is None or torch.equal(joined(x), want)
+    assert torch.equal(joined(x), want)
     again = Keeping(keeper.worker(), "one").model(read_config(path), "Qwen2")
     assert again is not None
     tensors = [parameter for part in parts(again) for parameter in part.parameters()]
-    assert len(tensors) == (6 if fp8 is None else 9)
+    assert len(tensors) == {None: 6, in_fp8: 9, in_fp8_blocks: 9}.get(encode, 12)
     places = [(tensor.untyped_storage().data_ptr(), tensor.storage_offset()) for tensor in tensors]
     second = JoinedLinear(parts(again))
-    assert want is None or torch.equal(second(x), want)
+    assert torch.equal(second(x), want)
     assert all(type(one) is type(other) for one, other in zip(parts(again), parts(model), strict=True))
     assert all(torch.equal(one.weight, other.weight) for one, other in zip(parts(again), parts(model), strict=True))
     assert [(one.untyped_storage().data_ptr(), one.storage_offset()) for one in tensors] == places

@@ -1,0 +1,54 @@
+"""Whether a card multiplies weights of four bits as it should, and as fast as decoded ones."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from model_worker.cuda import timing
+from model_worker.cuda.fp8_linear import TOLERANCE
+from model_worker.cuda.int4_linear import Int4Linear
+
+# Of each kind of tile, and of several. Outputs are rounded to the model's type once.
+_TRIAL_TOKENS = (1, 17, 40, 1200)
+# A product whose parts are not waited for would differ from time to time.
+_REPEATS = 3
+# Tokens of the trials whose time is taken: steps of one answer, of few and of many.
+_TIMED_TOKENS = (1, 16, 64)
+
+
+def unsupported(linear: Int4Linear, device: torch.device, dtype: torch.dtype) -> str:
+    """Say why a device does not multiply tokens of `dtype` by this layer's weight as it should; empty if it does."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = linear.in_features
+    try:
+        weight = linear.weight.to(device)
+        placed = linear.to(device)
+        with torch.inference_mode():
+            for count in _TRIAL_TOKENS:
+                # Inputs of unlike sizes, so that a scale or an input in the wrong place shows.
+                x = torch.randn(count, inputs, generator=generator) * torch.randn(inputs, generator=generator).exp()
+                rows = x.to(device, dtype)
+                want = functional.linear(rows.float(), weight)
+                got = placed(rows)
+                error = float(((got.float() - want).abs().amax(1) / want.abs().amax(1)).max())
+                if not error <= TOLERANCE:
+                    return f"products of {count} tokens are wrong by {error:.2g}"
+                if not all(torch.equal(placed(rows), got) for _ in range(_REPEATS)):
+                    return f"products of {count} tokens are not the same each time"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a Triton, a compiler or a card without it
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def slower(device: torch.device, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> str:
+    """Say that products with weights of this shape take longer than with decoded ones, on a GPU; empty if not."""
+
+    def linear() -> Int4Linear:
+        codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
+        scales = torch.ones(outputs, inputs // group, dtype=torch.float16, device=device)
+        return Int4Linear(codes, scales, torch.zeros_like(scales, dtype=torch.int8))
+
+    return timing.slower(linear, (outputs, inputs), dtype, device, _TIMED_TOKENS)

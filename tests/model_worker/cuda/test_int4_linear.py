@@ -1,0 +1,276 @@
+"""Layers of four bits: kernels interpreted on a CPU, beside float64 products of the numbers that the codes mean."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from model_worker.cuda import int4_trial, timing
+from model_worker.cuda.int4_linear import MIDDLE, OFFSETS, ZEROS, Int4Linear, pack, step_of
+from model_worker.cuda.joined_linear import JoinedLinear
+from model_worker.loading import gpu_weights, verify
+from model_worker.loading.checkpoint import read_config
+from model_worker.loading.gguf import load as gguf_load
+from model_worker.loading.gguf.load import gguf_config, load_gguf
+from model_worker.loading.gpu_weights import kept_on_gpu
+from model_worker.loading.prepare import prepare
+from model_worker.loading.quantized.scheme import scheme_of
+from model_worker.loading.stored import open_stored
+from model_worker.loading.weights import load_quantized
+from shared.gguf.file import open_gguf
+from tests.gguf_models import random_model, write_model
+from tests.model_worker.cuda.in_four_bits import int4_layer
+from tests.model_worker.cuda.interpreter import need_triton
+from tests.model_worker.loading.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.model_worker.tiny_models import tiny_model
+
+need_triton()
+
+from model_worker.cuda import int4_kernel  # noqa: E402
+
+CPU = torch.device("cpu")
+KINDS = (MIDDLE, ZEROS, OFFSETS)
+# In pieces, of which the last is shorter; 130 outputs are no whole number of tiles.
+LONG = 32 * 49
+OUTPUTS = 130
+
+
+def error_of(linear: Int4Linear, x: Tensor) -> float:
+    bias = None if linear.bias is None else linear.bias.double()
+    want = torch.nn.functional.linear(x.double(), linear.weight.double(), bias)
+    got = linear(x)
+    assert (got.dtype, got.shape) == (x.dtype, want.shape)
+    assert not linear.arrived.any(), "counters are zero again"
+    return float((got.double() - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("inputs", "group"), [(LONG, 32), (64 * 20, 64), (1152, 128), (96 * 12, 96), (1280, 256), (1536, 1536), (64, 64)]
+)
+def test_a_product_is_that_of_the_numbers_meant(kind: int, inputs: int, group: int) -> None:
+    linear = int4_layer(OUTPUTS, inputs, group, kind)
+    # A tile of each kind.
+    for tokens in (1, 19, 40, 67):
+        assert error_of(linear, torch.randn(tokens, inputs) * torch.randn(inputs).exp()) < 2e-6
+
+
+@pytest.mark.parametrize("outputs", [1, 63, 64, 200])
+@pytest.mark.parametrize("biased", [False, True])
+def test_outputs_need_not_fill_tiles(outputs: int, biased: bool) -> None:
+    linear = int4_layer(outputs, 1024, 64, ZEROS, ordered=True, biased=biased)
+    assert error_of(linear, torch.randn(2, 5, 1024)) < 2e-6
+    assert error_of(linear, torch.randn(5, 1024).half()) < 1e-3
+
+
+def test_tokens_do_not_depend_on_those_beside_them() -> None:
+    """Sums are cut at the same places, and parts are added in their order, however many tokens there are."""
+    linear = int4_layer(OUTPUTS, LONG, 32, ZEROS)
+    pieces, of_piece = int4_kernel.pieces_of(OUTPUTS, LONG, 32)
+    assert pieces > 2
+    assert pieces * of_piece > LONG // 32, "the last piece is shorter"
+    x = torch.randn(40, LONG)
+    alone = torch.cat([linear(row[None]) for row in x[:4]])
+    for tokens in (*range(4, 17, 4), 17, 32, 33, 40):
+        assert torch.equal(linear(x[:tokens])[:4], alone)
+    x[1] = torch.nan
+    assert torch.equal(linear(x)[[0, 2, 3]], alone[[0, 2, 3]])
+
+
+def test_counters_are_enough() -> None:
+    """A weight with as many tiles of outputs as there are counters is not cut."""
+    linear = int4_layer(1, 32, 32, MIDDLE)
+    assert len(linear.arrived) == int4_kernel.PROGRAMS
+    for outputs in range(64, 64 * 300, 64):
+        pieces, _ = int4_kernel.pieces_of(outputs, 1 << 15, 128)
+        assert pieces == 1 or -(-outputs // 64) <= len(linear.arrived)
+
+
+def test_codes_are_packed_in_steps() -> None:
+    codes = torch.randint(0, 16, (3, 192), dtype=torch.uint8)
+    packed = pack(codes, 2)
+    assert step_of(96) == 32
+    assert packed[2, 16 * 4 + 5] == codes[2, 32 * 4 + 5] + 16 * codes[2, 32 * 4 + 21]
+    assert [step_of(group) for group in (16, 32, 48, 64, 128, 384, 4096, 40)] == [0, 32, 0, 64, 128, 128, 128, 0]
+
+
+def test_layers_of_the_same_input_are_one_product() -> None:
+    for kind in KINDS:
+        parts = [int4_layer(outputs, 128, 32, kind, biased=True) for outputs in (48, 16, 40)]
+        x = torch.randn(7, 128)
+        want = torch.cat([part(x) for part in parts], -1)
+        joined = JoinedLinear(parts)
+        assert len(joined._products) == 1
+        torch.testing.assert_close(joined(x), want)
+        torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), want)
+
+
+def test_layers_that_do_not_go_together_are_several_products() -> None:
+    order = torch.randperm(128).int()
+    alike = [int4_layer(40, 128, 32, ZEROS), int4_layer(24, 128, 32, ZEROS)]
+    for one in alike:
+        one.order = order
+    plain = torch.nn.Linear(128, 24, bias=False).requires_grad_(False)
+    others = [plain, int4_layer(24, 128, 32, ZEROS, ordered=True), int4_layer(24, 128, 64, ZEROS)]
+    parts = [*alike, *others, int4_layer(24, 128, 64, MIDDLE)]
+    x = torch.randn(3, 128)
+    want = torch.cat([part(x) for part in parts], -1)
+    joined = JoinedLinear(parts)
+    assert len(joined._products) == 5
+    torch.testing.assert_close(joined(x), want)
+
+
+@pytest.fixture
+def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels are slow."""
+    monkeypatch.setattr(int4_trial, "_TRIAL_TOKENS", (1, 17))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(MIDDLE, torch.float32), (ZEROS, torch.float16), (OFFSETS, torch.float16)])
+def test_this_machine_multiplies_them(kind: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4_trial, "_TRIAL_TOKENS", (1, 17, 40, 130))
+    assert int4_trial.unsupported(int4_layer(70, 1024, 128, kind, ordered=True), CPU, dtype) == ""
+
+
+@pytest.mark.usefixtures("small_trials")
+def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = int4_kernel.multiply
+    linear = int4_layer(70, 256, 64, ZEROS, ordered=True)
+
+    def missing(*_: Any) -> Tensor:
+        raise RuntimeError("no compiler here\nbacktrace")
+
+    monkeypatch.setattr(int4_kernel, "multiply", missing)
+    assert int4_trial.unsupported(linear, CPU, torch.float32) == "no compiler here"
+    for wrong in (
+        lambda x, packed, *rest: product(x, packed._replace(scales=packed.scales.flip(1)), *rest),
+        lambda x, packed, *rest: product(x, packed._replace(zeros=packed.zeros.roll(1, 0)), *rest),
+        lambda x, *rest: product(x.roll(1, 1), *rest),
+        lambda x, *rest: product(x, *rest).roll(1, 0) if len(x) > 16 else product(x, *rest),
+        lambda x, *rest: product(x, *rest) * torch.nan,
+    ):
+        monkeypatch.setattr(int4_kernel, "multiply", wrong)
+        assert "wrong by" in int4_trial.unsupported(linear, CPU, torch.float32)
+    calls = iter(range(100))
+    monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) + 1e-4 * next(calls))
+    assert "not the same each time" in int4_trial.unsupported(linear, CPU, torch.float32)
+
+
+def test_a_slower_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are those of products in four bits and of decoded weights, by turns."""
+
+    def trial(*times: float) -> str:
+        left = iter(times)
+
+        def milliseconds(call: Callable[[], Tensor]) -> float:
+            assert call().shape[1] == 32
+            return next(left)
+
+        monkeypatch.setattr(timing, "milliseconds", milliseconds)
+        return int4_trial.slower(CPU, 32, 64, 32, torch.float32)
+
+    assert trial(1.0, 4.0, 1.0, 4.0, 4.1, 4.0) == ""
+    assert trial(1.0, 4.0, 5.0, 4.0) == "a product of 16 tokens takes 5 ms, and 4 ms with a decoded weight"
+    assert trial() == "its products cannot be timed: StopIteration"
+
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+OF_FOUR_BITS = (
+    "gptq",
+    "gptq v2",
+    "gptq in order of activations",
+    "gptq in one order",
+    "auto-round",
+    "awq",
+    "w4a16",
+    "w4a16 with zeros",
+    "w4a16 in order of activations",
+)
+
+
+def loaded(path: Path) -> Any:
+    """The model as a GPU's worker loads it."""
+    config = read_config(path)
+    scheme = scheme_of(path, config)
+    return load_quantized(
+        AutoModelForCausalLM, open_stored(path), scheme, config, "Llama", torch.float32, CPU, {}, False, True
+    ).eval()
+
+
+def error_of_model(model: Any, reference: Any) -> float:
+    tokens = verify.tokens(model.config, CPU)
+    with torch.inference_mode():
+        return verify.median_error(verify.eager_logits(model, tokens), verify.eager_logits(reference, tokens))
+
+
+@pytest.mark.usefixtures("small_trials")
+@pytest.mark.parametrize("name", [*OF_FOUR_BITS, "gptq 8 bits", "nvfp4"])
+def test_a_checkpoint_keeps_its_codes(
+    name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others are decoded."""
+    source = tiny_model("llama", tmp_path_factory.getbasetemp(), **SIZES, num_hidden_layers=1)
+    path = quantize_checkpoint(source, tmp_path / "q", FORMATS[name])
+    with caplog.at_level(logging.INFO):
+        model = loaded(path)
+    reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
+    kept = {key: module for key, module in model.named_modules() if isinstance(module, Int4Linear)}
+    assert len(kept) == (7 if name in OF_FOUR_BITS else 0)
+    for key, module in kept.items():
+        assert torch.equal(module.weight, reference.get_submodule(key).weight)
+        assert module.scales.itemsize == 2, "scales are as narrow as those of the file"
+    if kept:
+        assert "7 weights stay in four bits with groups of 32" in caplog.text
+        assert "0 are decoded to torch.float32, 0.00 GB" in caplog.text
+    assert error_of_model(model, reference) < 1e-4
+    served = prepare(model, CPU, "none", lambda *_: None, has_kernels=lambda *_: False)
+    assert served.parameter_count >= sum(parameter.numel() for parameter in reference.parameters())
+    assert served.attention_name == "reference"
+
+
+@pytest.mark.usefixtures("small_trials")
+def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = tiny_model("llama", tmp_path_factory.getbasetemp(), **SIZES, num_hidden_layers=1)
+    path = quantize_checkpoint(source, tmp_path / "q", FORMATS["awq"])
+    product = int4_kernel.multiply
+    monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) * 1.5)
+    with caplog.at_level(logging.INFO, gpu_weights.__name__):
+        model = loaded(path)
+    said = "7 weights in four bits with groups of 32 are decoded, which takes 0.00 GB, since products of 1 tokens are"
+    assert said in caplog.text
+    reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
+    assert error_of_model(model, reference) < 1e-4
+
+
+@pytest.mark.usefixtures("small_trials")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_a_gguf_file_keeps_its_codes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of six bits are decoded."""
+    size = 256 if kind.endswith("K") else 64
+    sizes = {"hidden_size": size, "intermediate_size": size, "vocab_size": 270, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size // 4}
+    model = random_model("llama", sizes)
+    path = tmp_path / "model.gguf"
+    exact: Any = write_model(path, model, "llama", kind)
+
+    def kept(given: Any, _: torch.device, *rest: Any, **named: Any) -> Any:
+        return kept_on_gpu(given, CPU, *rest, **named)
+
+    monkeypatch.setattr(gguf_load, "kept_on_gpu", kept)
+    file = open_gguf(path)
+    found: Any = load_gguf(file, gguf_config(file), "Llama", torch.float32, torch.device("cuda"))
+    fours = [module for module in found.modules() if isinstance(module, Int4Linear)]
+    assert len(fours) == (0 if kind == "Q6_K" else 8)
+    assert error_of_model(found.eval(), exact.eval()) < 1e-4
