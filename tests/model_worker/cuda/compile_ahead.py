@@ -31,6 +31,7 @@ from model_worker.cuda import (
     pick_kernel,
     rotary_kernel,
 )
+from model_worker.cuda.int4_linear import ZEROS
 
 POINTERS = {
     "block_tables": "*i32",
@@ -136,6 +137,9 @@ def main(arguments: list[str]) -> None:
                 **POINTERS,
                 **dict.fromkeys(OF_THE_MODEL, f"*{dtype}"),
             }
+            if kind in OF_INT4:
+                zeros = "*i8" if constants["KIND"] == ZEROS else "*fp16"
+                types |= {"codes": "*u8", "scales": "*fp16", "zeros": zeros, "parts": "*fp32", "arrived": "*i32"}
             signature = {
                 argument: "constexpr" if argument in constants else types.get(argument, "i32")
                 for argument in kernel.arg_names
