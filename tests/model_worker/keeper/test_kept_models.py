@@ -181,7 +181,7 @@ def test_joined_weights_come_back_joined(
     again = Keeping(keeper.worker(), "one").model(read_config(path), "Qwen2")
     assert again is not None
     tensors = [parameter for part in parts(again) for parameter in part.parameters()]
-    assert len(tensors) == {None: 6, in_fp8: 9, in_fp8_blocks: 9}.get(encode, 12)
+    assert len(tensors) == (6 if encode is None else 9 if encode in (in_fp8, in_fp8_blocks) else 12)
     places = [(tensor.untyped_storage().data_ptr(), tensor.storage_offset()) for tensor in tensors]
     second = JoinedLinear(parts(again))
     assert torch.equal(second(x), want)
