@@ -20,7 +20,7 @@ from model_worker.keeper.protocol import Fetch, Make, Open, Seal, conversation
 from tests.model_worker.keeper.host_pieces import HostPieces
 from tests.model_worker.keeper.running import Running, running
 
-FACTS = ModelFacts("float32", "{}", ["a.b"], [])
+FACTS = ModelFacts("float32", "{}", ["a.b"], [], {})
 
 
 def some_tensors() -> dict[str, Tensor]:
