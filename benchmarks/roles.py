@@ -87,6 +87,7 @@ class WithRoles(Timed):
                 sequence = rows.sequence(row)
                 rows.upto[row] = sequence.prompt_len  # it stands still behind its first token
                 if sequence.emitted:
+                    sequence.moved = True  # and stays on a worker of its role
                     requests.waiting.add(worker.give_away(row))
         for index, message in self._scheduler.next_shipments():
             self._carry(index, message)

@@ -93,6 +93,15 @@ class Arrivals:
         computing = self._prefill_budget.block_seconds(self._block_size)
         return count if count >= LEAST_BLOCKS and self._copy_time.pays(count, ahead, computing) else 0
 
+    def pays(self, blocks: int, elsewhere: PrefillBudget) -> bool:
+        """Whether sending so many blocks takes less time than computing them, as far as is known.
+
+        A worker that has computed no prompt yet is taken to be as fast as the one that has them.
+        """
+        here = self._prefill_budget.block_seconds(self._block_size)
+        computing = elsewhere.block_seconds(self._block_size) if here is None else here
+        return blocks >= LEAST_BLOCKS and self._copy_time.pays(blocks, self._under_way(), computing)
+
     def cost(self, blocks: int) -> int:
         """So many tokens could be computed in the time in which so many blocks come."""
         seconds = self._expected_seconds(blocks) if blocks else None

@@ -40,6 +40,7 @@ from scheduler.oneshot_adapters import gone
 from scheduler.oneshot_batches import OneShotBatches, OneShotResult, OneShotWork
 from scheduler.open_requests import OpenRequests
 from scheduler.placement_cost import Policy, least_cost
+from scheduler.rebalancing import Rebalancing
 from scheduler.replicas import NO_REPLICA
 from scheduler.resumable_streams import Stream
 from scheduler.sequence import Sequence
@@ -85,6 +86,7 @@ class Scheduler:
         self.oneshot = OneShotLane(self.requests, limits, clock, self.adapters.find)
         self.oneshot_batches = OneShotBatches(self.oneshot, self.requests, limits, incarnation)
         self.shipping = Shipping(self.requests, incarnation, clock)
+        self.rebalancing = Rebalancing(self.requests, limits, clock)
         self.weights = WeightsRegistry(self.requests, incarnation, weights_file or WeightsFile(None))
         self._order = itertools.count()
         self._fenced = FencedEpochs()
@@ -240,6 +242,7 @@ class Scheduler:
         for row in worker.rows.occupied().tolist():
             self._recover(worker.remove(row), story, suspects)
         self.shipping.lose_worker(worker)
+        self.rebalancing.lose_worker(worker)
         self.request_log.record_event(story)
         return story
 
@@ -249,6 +252,7 @@ class Scheduler:
             return []
         limits = self.limits
         self.shipping.advance()
+        self.rebalancing.advance(may_move=not self.weights.holds_requests)
         placement.place_waiting(self.requests, limits, self.policy, only_returning=self.weights.holds_requests)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():

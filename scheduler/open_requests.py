@@ -44,6 +44,7 @@ class OpenRequests:
             finished=0,
             recovered=0,
             handed_over=0,
+            rebalanced=0,
             shipped_tokens=0,
             adapter_loads=0,
             placed_tokens=0,

@@ -13,7 +13,7 @@ from scheduler import background
 from scheduler.inline_arrays import MOST_INLINE_BYTES, array_bytes, map_arrays
 from scheduler.limits import Limits
 from scheduler.open_requests import OpenRequests
-from scheduler.placement_cost import Choice, Policy
+from scheduler.placement_cost import Choice, Policy, choice_of
 from scheduler.sequence import Sequence
 from scheduler.waiting_queue import refusal
 from scheduler.workers import Worker
@@ -136,13 +136,23 @@ def place(requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequ
     return True
 
 
+def place_on(worker: Worker, requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
+    """Put a sequence that runs nowhere on this worker. False if it has no room."""
+    limit = sequence.limit(max_model_len(doing(GENERATE, requests.workers.values()), limits.max_model_len))
+
+    def only_this(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> list[Choice]:
+        return [choice_of(one, sequence) for one in workers if one is worker]
+
+    return _put(requests, limits, only_this, sequence, limit, isolated=False)
+
+
 def _put(
     requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequence, limit: int, isolated: bool
 ) -> bool:
     """Put a sequence on the best worker that has room, or refuse it. False if none has."""
     workers = requests.workers.values()
     replica = requests.replicas.number_of(sequence)
-    able = [worker for worker in doing(GENERATE, workers) if _takes(worker, requests, sequence, isolated)]
+    able = [worker for worker in doing(GENERATE, workers) if takes(worker, requests, sequence, isolated)]
     choices = policy(able, sequence, limits.max_batch_tokens)
     for i, choice in enumerate(choices):
         if choice.worker.remote and (problem := map_arrays(sequence)):
@@ -154,7 +164,7 @@ def _put(
     return False
 
 
-def _takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated: bool) -> bool:
+def takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated: bool = False) -> bool:
     """Whether a worker that has room for a sequence may run it now."""
     shared = worker.rows.running or len(worker.beside)
     if worker.rows.full or (isolated and shared) or not background.may_join(sequence, worker):

@@ -58,7 +58,7 @@ def least_cost(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> 
     if len(choices) < 2:
         return choices
     fewest = min(choice.running for choice in choices)
-    most = fewest + max(ROWS_APART, fewest // 2)
+    most = most_beside(fewest)
     best = max(choice.match for choice in choices if choice.running <= most)
 
     def rank(choice: Choice) -> tuple[bool, int, int, int, int]:
@@ -67,6 +67,11 @@ def least_cost(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> 
         return crowded, choice.cost, choice.running, choice.worker.rows.running, choice.worker.hello.index
 
     return sorted(choices, key=rank)
+
+
+def most_beside(fewest: int) -> int:
+    """The number of sequences beyond which a worker gets no more, while another one runs `fewest`."""
+    return fewest + max(ROWS_APART, fewest // 2)
 
 
 def choice_of(worker: Worker, sequence: Sequence) -> Choice:

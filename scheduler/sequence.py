@@ -89,6 +89,8 @@ class Sequence:
     mixed: bool = False
     # What it has on a worker that it has left, until it is placed elsewhere and that has come.
     elsewhere: KvElsewhere | None = None
+    # Whether it has left a worker for one that runs far fewer sequences.
+    moved: bool = False
     # Name of the version that was published last, and all that were, by the number of generated tokens before.
     version: str = FIRST_VERSION
     versions: dict[int, str] = field(default_factory=dict)

@@ -109,13 +109,19 @@ class Worker:
     def give_away(self, row: int) -> Sequence:
         """Take a sequence off a worker that leaves. Its blocks stay as they are: nothing more is computed here."""
         sequence = self.rows.sequence(row)
-        tokens = int(self.rows.num_computed_tokens[row])
-        known = 0 if sequence.elsewhere is None else sequence.elsewhere.tokens
-        if self.hello.kv_form and tokens > known and not sequence.mixed and not sequence.images:
-            blocks = sequence.blocks[: -(-tokens // self.block_size)]
-            place = self.hello.index, self.hello.epoch, blocks
-            sequence.elsewhere = KvElsewhere(*place, tokens, self.hello.kv_form, sequence.weights)
+        here = self.kv_of(row)
+        if here is not None and (sequence.elsewhere is None or here.tokens > sequence.elsewhere.tokens):
+            sequence.elsewhere = here
         return self.remove(row)
+
+    def kv_of(self, row: int) -> KvElsewhere | None:
+        """What a sequence has here, the steps in flight included, if another worker can use it."""
+        sequence = self.rows.sequence(row)
+        tokens = int(self.rows.num_computed_tokens[row])
+        if not self.hello.kv_form or not tokens or sequence.mixed or sequence.images:
+            return None
+        blocks = sequence.blocks[: -(-tokens // self.block_size)]
+        return KvElsewhere(self.hello.index, self.hello.epoch, blocks, tokens, self.hello.kv_form, sequence.weights)
 
     def take_orphans(self) -> list[Sequence]:
         """Take off the sequences that wait for blocks which nothing fills any more. They have computed nothing."""

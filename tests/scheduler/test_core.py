@@ -140,10 +140,17 @@ class Yard:
             for arrival in worker.arrivals.open:
                 for block in arrival.blocks:
                     owners[block] += 1
+            for block in self.scheduler.rebalancing.held(worker):
+                owners[block] += 1
             assert owners == worker.pool._owners
             assert worker.pool.used == sum(count > 0 for count in owners)
-            if not self.scheduler.limits.prefix_cache and not worker.arrivals.open:
+            held = self.scheduler.rebalancing.held(worker)
+            if not (self.scheduler.limits.prefix_cache or worker.arrivals.open or held):
                 assert max(owners) <= 1
+            for sequence in self.scheduler.replicas.all_sequences():
+                elsewhere = sequence.elsewhere
+                if elsewhere is not None and elsewhere.place == (worker.hello.index, worker.hello.epoch):
+                    assert worker.leaving or set(elsewhere.blocks) <= set(held), "others may write there"
 
 
 def prompts(count: int, seed: int, longest: int = 30) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Workers that are asked to end: their streams go on at another one, from the K and V that they have."""
+"""Streams that go on at another worker, from the K and V that they have: theirs is asked to end, or is crowded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scheduler.placement_cost import ROWS_APART
 from tests.chaos.streams import Heard, Request, completion_facts
 from tests.chaos.waves import compare, run
 from tests.system.server import Server
@@ -17,6 +18,9 @@ from tests.system.server import Server
 STREAMS = 8
 LENGTH = 1200
 FLAGS = ["--dtype", "float32", "--kv-memory", "64MB", "--devices", "cpu,cpu", "--api-servers", "2"]
+# A prefix that is longer than a step counts more than how many sequences a worker runs.
+FLAGS += ["--max-batch-tokens", "128"]
+CROWD = ROWS_APART + 4
 
 
 def requests() -> list[Request]:
@@ -81,6 +85,26 @@ def test_a_worker_that_is_killed_meanwhile_loses_nothing(pair: Server, undisturb
     assert outcome.clean, f"{outcome}\n{pair.log.read_text()}"
     pair.wait_for("the count", 60, lambda: pair.total("tokenyard_scheduler_recovered_total") > recovered)
     pair.wait_for("the next worker", 60, lambda: both_workers(pair))
+
+
+def test_streams_that_their_prefix_has_crowded_on_one_worker_move_to_the_other(pair: Server) -> None:
+    """All are one request, so those that move have the answer of those that stay."""
+    names = "tokenyard_scheduler_rebalanced_total", "tokenyard_scheduler_shipped_tokens_total"
+    moved, shipped = pair.totals(*names)
+    prompt = "All of them begin with these words. " * 20
+    body = {
+        "stream": True,
+        "max_tokens": LENGTH // 3,
+        "ignore_eos": True,
+        "temperature": 1,
+        "prompt": prompt,
+        "seed": 5,
+    }
+    heard = run(pair, [Request("/v1/completions", body, completion_facts)] * CROWD)
+    assert [one.problem for one in heard] == [""] * CROWD
+    assert all(one.facts == heard[0].facts for one in heard)
+    pair.wait_for("the count", 60, lambda: pair.total(names[0]) > moved)
+    assert pair.total(names[1]) - shipped > 100
 
 
 def test_the_server_leaves_nothing_behind(pair: Server) -> None:
