@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model_worker.cuda.routing import Routing
+
 SIDE = 128
 # Groups of a token that a program rounds.
 _GROUPS = 8
@@ -51,6 +53,46 @@ def round_groups_kernel(
     tl.store(codes + row * width + at, inside.to(codes.dtype.element_ty), mask=at < width)
 
 
+@_jit
+def sum_of_groups(
+    from_a,
+    a_scales,
+    has_row,
+    from_b,
+    b_scales,
+    has_column,
+    width,
+    groups,
+    BLOCKED: tl.constexpr,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Multiply a tile of tokens (a) by one of outputs (b): each group's sum is scaled, and added in float32.
+
+    The pointers are where tokens, outputs and their scales begin. If not BLOCKED, an output has one scale.
+    """
+    at = tl.arange(0, SIDE)
+    places_a = from_a[:, None] + at[None, :]
+    places_b = from_b[None, :] + at[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for group in range(groups):
+        left = width - group * SIDE
+        a = tl.load(places_a, mask=has_row[:, None] & (at[None, :] < left), other=0.0)
+        b = tl.load(places_b, mask=has_column[None, :] & (at[:, None] < left), other=0.0)
+        a_scale = tl.load(a_scales + group, mask=has_row, other=0.0)
+        if BLOCKED:
+            b_scale = tl.load(b_scales + group, mask=has_column, other=0.0)
+            total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        else:
+            total += tl.dot(a, b) * a_scale[:, None]
+        places_a += SIDE
+        places_b += SIDE
+    if not BLOCKED:
+        total *= tl.load(b_scales, mask=has_column, other=0.0)[None, :]
+    return total
+
+
 @_jit(do_not_specialize=["count"])
 def block_product_kernel(
     out,
@@ -83,25 +125,78 @@ def block_product_kernel(
     column = (within // high * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     has_row = row < count
     has_column = column < outputs
-    at = tl.arange(0, SIDE)
-    from_a = a_codes + row[:, None] * width + at[None, :]
-    from_b = b_codes + column[None, :] * width + at[:, None]
-    a_scales += row * groups
-    b_scales += column // SIDE * groups
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(groups):
-        left = width - group * SIDE
-        a = tl.load(from_a, mask=has_row[:, None] & (at[None, :] < left), other=0.0)
-        b = tl.load(from_b, mask=has_column[None, :] & (at[:, None] < left), other=0.0)
-        a_scale = tl.load(a_scales + group, mask=has_row, other=0.0)
-        b_scale = tl.load(b_scales + group, mask=has_column, other=0.0)
-        total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
-        from_a += SIDE
-        from_b += SIDE
+    total = sum_of_groups(
+        a_codes + row * width,
+        a_scales + row * groups,
+        has_row,
+        b_codes + column * width,
+        b_scales + column // SIDE * groups,
+        has_column,
+        width,
+        groups,
+        True,
+        SIDE,
+        ROWS,
+        COLUMNS,
+    )
     if BIASED:
         total += tl.load(bias + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
     to = out + row[:, None] * outputs + column[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
+
+
+@_jit(do_not_specialize=["per_token"])
+def block_experts_kernel(
+    out,
+    a_codes,
+    a_scales,
+    b_codes,
+    b_scales,
+    pairs,
+    experts,
+    firsts,
+    ends,
+    per_token,
+    outputs,
+    width,
+    groups,
+    BLOCKED: tl.constexpr,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Multiply tiles of pairs (routing.py) by their expert's weight. Pair p has the token `p // per_token`.
+
+    Programs: tile of pairs, tile of outputs.
+    """
+    expert = tl.load(experts + tl.program_id(0))
+    if expert >= 0:
+        place = tl.load(firsts + tl.program_id(0)) + tl.arange(0, ROWS)
+        has_row = place < tl.load(ends + tl.program_id(0))
+        pair = tl.load(pairs + place, mask=has_row, other=0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        has_column = column < outputs
+        token = pair // per_token
+        if BLOCKED:
+            from_scales = b_scales + (expert * tl.cdiv(outputs, SIDE) + column // SIDE) * groups
+        else:
+            from_scales = b_scales + expert * outputs + column
+        total = sum_of_groups(
+            a_codes + token * width,
+            a_scales + token * groups,
+            has_row,
+            b_codes + (expert * outputs + column) * width,
+            from_scales,
+            has_column,
+            width,
+            groups,
+            BLOCKED,
+            SIDE,
+            ROWS,
+            COLUMNS,
+        )
+        to = out + pair[:, None] * outputs + column[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
 def round_groups(rows: Tensor, largest: float, least_scale: float) -> tuple[Tensor, Tensor]:
@@ -135,6 +230,41 @@ def multiply_blocks(
         scales if bias is None else bias,
         *sizes,
         **constants,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
+
+
+def multiply_experts(
+    tokens: Tensor, of_tokens: Tensor, codes: Tensor, scales: Tensor, routing: Routing, dtype: torch.dtype
+) -> Tensor:
+    """Multiply pairs of tokens and experts by the weights of these, e4m3 [experts, out, in]. Returns [pairs, out].
+
+    Tokens are e4m3 [T, in], or the pairs themselves, with scales f32 [T, groups]. Weights have scales
+    f32 [experts, blocks of out, groups], or [experts, out].
+    """
+    _, outputs, width = codes.shape
+    out = torch.empty(len(routing.pairs), outputs, dtype=dtype, device=tokens.device)
+    _, _, columns, warps, stages = next(tile for tile in TILES if routing.rows <= tile[1])
+    block_experts_kernel[(len(routing.experts), -(-outputs // columns))](
+        out,
+        tokens,
+        of_tokens,
+        codes,
+        scales,
+        routing.pairs,
+        routing.experts,
+        routing.firsts,
+        routing.ends,
+        len(routing.pairs) // len(tokens),
+        outputs,
+        width,
+        of_tokens.shape[1],
+        BLOCKED=scales.dim() == 3,
+        SIDE=SIDE,
+        ROWS=routing.rows,
+        COLUMNS=columns,
         num_warps=warps,
         num_stages=stages,
     )

@@ -121,10 +121,11 @@ def slower(device: torch.device, outputs: int, inputs: int) -> str:
 
     Where they cannot be timed, it says that.
     """
-    blocks = -(-outputs // SIDE), -(-inputs // SIDE)
+    shape = outputs, inputs
+    return timing.slower(lambda: random_linear(*shape, device), shape, torch.bfloat16, device, _TIMED_TOKENS)
 
-    def linear() -> BlockFp8Linear:
-        codes = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-        return BlockFp8Linear(codes, torch.ones(blocks, device=device), None)
 
-    return timing.slower(linear, (outputs, inputs), torch.bfloat16, device, _TIMED_TOKENS)
+def random_linear(outputs: int, inputs: int, device: torch.device) -> BlockFp8Linear:
+    """Return a layer of random numbers on a device."""
+    codes = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    return BlockFp8Linear(codes, torch.ones(-(-outputs // SIDE), -(-inputs // SIDE), device=device), None)

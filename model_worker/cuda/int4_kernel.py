@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model_worker.cuda.int4_linear import Packed, step_of
+from model_worker.cuda.routing import Routing
 
 # For at most so many tokens: tokens and outputs of a tile, warps, steps that are on their way, and whether each piece
 # is a program's.
@@ -170,6 +171,60 @@ def int4_kernel(
         tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
+@_jit(do_not_specialize=["per_token"])
+def int4_experts_kernel(
+    out,
+    x,
+    codes,
+    scales,
+    zeros,
+    pairs,
+    experts,
+    firsts,
+    ends,
+    per_token,
+    outputs,
+    width,
+    groups,
+    KIND: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    STEP: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Multiply tiles of pairs (routing.py) by their expert's weight. Pair p has the input `p // per_token`.
+
+    Programs: tile of pairs, tile of outputs.
+    """
+    expert = tl.load(experts + tl.program_id(0))
+    if expert >= 0:
+        place = tl.load(firsts + tl.program_id(0)) + tl.arange(0, ROWS)
+        has_row = place < tl.load(ends + tl.program_id(0))
+        pair = tl.load(pairs + place, mask=has_row, other=0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        has_column = column < outputs
+        of_expert = expert * outputs + column
+        total = sum_of_steps(
+            x + pair // per_token * width,
+            has_row,
+            codes + of_expert * (width // 2),
+            scales + of_expert * groups,
+            zeros + of_expert * groups,
+            has_column,
+            0,
+            width // STEP,
+            KIND,
+            MIDDLE,
+            STEP,
+            PER_GROUP,
+            ROWS,
+            COLUMNS,
+        )
+        to = out + pair[None, :] * outputs + column[:, None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=has_column[:, None] & has_row[None, :])
+
+
 def pieces_of(outputs: int, inputs: int, step: int) -> tuple[int, int]:
     """Return into how many pieces the inputs of a weight are cut, and how many steps each has, but for the last."""
     wanted = -(-PROGRAMS // -(-outputs // _PIECE_OUTPUTS))
@@ -218,5 +273,40 @@ def multiply(x: Tensor, weight: Packed, bias: Tensor | None, arrived: Tensor) ->
         SPLIT=split,
         num_warps=warps,
         num_stages=stages,
+    )
+    return out
+
+
+def multiply_experts(x: Tensor, weight: Packed, routing: Routing, experts: int) -> Tensor:
+    """Multiply pairs of tokens and experts by the weights of these, [experts * out, in]. Returns [pairs, out].
+
+    `x` [T, in] are tokens, or the pairs themselves.
+    """
+    width = x.shape[1]
+    outputs, groups = len(weight.codes) // experts, weight.scales.shape[1]
+    step = step_of(width // groups)
+    out = torch.empty(len(routing.pairs), outputs, dtype=x.dtype, device=x.device)
+    int4_experts_kernel[(len(routing.experts), -(-outputs // _PIECE_OUTPUTS))](
+        out,
+        x,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        routing.pairs,
+        routing.experts,
+        routing.firsts,
+        routing.ends,
+        len(routing.pairs) // len(x),
+        outputs,
+        width,
+        groups,
+        KIND=weight.kind,
+        MIDDLE=weight.middle,
+        STEP=step,
+        PER_GROUP=width // groups // step,
+        ROWS=routing.rows,
+        COLUMNS=_PIECE_OUTPUTS,
+        num_warps=4,
+        num_stages=4,
     )
     return out

@@ -46,9 +46,12 @@ def unsupported(linear: Int4Linear, device: torch.device, dtype: torch.dtype) ->
 def slower(device: torch.device, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> str:
     """Say that products with weights of this shape take longer than with decoded ones, on a GPU; empty if not."""
 
-    def linear() -> Int4Linear:
-        codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
-        scales = torch.ones(outputs, inputs // group, dtype=torch.float16, device=device)
-        return Int4Linear(codes, scales, torch.zeros_like(scales, dtype=torch.int8))
+    shape = outputs, inputs
+    return timing.slower(lambda: random_linear(*shape, group, device), shape, dtype, device, _TIMED_TOKENS)
 
-    return timing.slower(linear, (outputs, inputs), dtype, device, _TIMED_TOKENS)
+
+def random_linear(outputs: int, inputs: int, group: int, device: torch.device) -> Int4Linear:
+    """Return a layer of random codes on a device."""
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
+    scales = torch.ones(outputs, inputs // group, dtype=torch.float16, device=device)
+    return Int4Linear(codes, scales, torch.zeros_like(scales, dtype=torch.int8))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+Call = Callable[[], Tensor]
+Calls = Callable[[int], tuple[Call, Call]]
 # How much longer a product may take: times vary by some hundredths.
 _SLOWER = 1.05
 
@@ -21,14 +23,28 @@ def slower(
 ) -> str:
     """Say that products of a layer that is made take longer than those of a decoded weight of this shape [out, in] for
     one of these counts of tokens; empty if not. Where they cannot be timed, it says that."""
-    try:
+
+    def calls() -> Calls:
         linear = make()
         plain = torch.randn(shape, device=device, dtype=dtype)
-        for count in counts:
+
+        def of(count: int) -> tuple[Call, Call]:
             x = torch.randn(count, shape[1], device=device, dtype=dtype)
+            return lambda: linear(x), lambda: functional.linear(x, plain)
+
+        return of
+
+    return slower_calls(calls, counts)
+
+
+def slower_calls(make: Callable[[], Calls], counts: Sequence[int]) -> str:
+    """Say that the first of two calls takes longer than the second, which are made for each of these counts of tokens;
+    empty if not. Where they cannot be timed, it says that."""
+    try:
+        calls = make()
+        for count in counts:
             with torch.inference_mode():
-                own = milliseconds(lambda x=x: linear(x))  # type: ignore[misc]
-                other = milliseconds(lambda x=x: functional.linear(x, plain))  # type: ignore[misc]
+                own, other = (milliseconds(call) for call in calls(count))
             if own > _SLOWER * other:
                 return f"a product of {count} tokens takes {own:.3g} ms, and {other:.3g} ms with a decoded weight"
     except Exception as error:  # of a Triton, a compiler or a card without it, and of one without the memory

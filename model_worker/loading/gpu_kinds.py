@@ -13,15 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight, JoinedExperts
 from model_worker.cpu.gemm.weight_format import PANEL
-from model_worker.cuda import fp8_blocks, fp8_linear, int4_trial
+from model_worker.cuda import experts_trial, fp8_blocks, fp8_linear, int4_trial
+from model_worker.cuda.encoded_experts import ExpertStack, stack_of
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.int4_linear import Int4Linear, Packed, pack, step_of
 from shared.weight_codes import Codes
 
 _BITS = 4
+# Experts of a layer that are compared.
+_TRIED_EXPERTS = 4
 
 
 class Kind(ABC):
@@ -29,6 +32,8 @@ class Kind(ABC):
 
     # What follows "weights" in a line of the log.
     name: str
+    # Whether inputs are rounded to FP8.
+    rounds: bool = False
 
     @abstractmethod
     def layer(self, weight: EncodedWeight, bias: Tensor | None) -> nn.Module:
@@ -39,12 +44,17 @@ class Kind(ABC):
         """Say why a device does not multiply some weights of this kind as it should; empty if it does."""
 
     @abstractmethod
+    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
+        """Return a layer of this shape with random numbers."""
+
+    @abstractmethod
     def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
         """Say that products of this shape take longer than with decoded weights on a GPU; empty if not."""
 
 
 class _PerOutput(Kind):
     name = "in FP8"
+    rounds = True
 
     def layer(self, weight: EncodedWeight, bias: Tensor | None) -> nn.Module:
         return Fp8Linear(*weight.fp8(), bias)
@@ -56,9 +66,14 @@ class _PerOutput(Kind):
         # The product is torch's own.
         return ""
 
+    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
+        codes = torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn)
+        return Fp8Linear(codes, torch.ones(outputs, device=device), None)
+
 
 class _InBlocks(Kind):
     name = "in FP8"
+    rounds = True
 
     def layer(self, weight: EncodedWeight, bias: Tensor | None) -> nn.Module:
         return BlockFp8Linear(*weight.fp8(), bias)
@@ -69,6 +84,9 @@ class _InBlocks(Kind):
     def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
         return fp8_blocks.slower(device, outputs, inputs)
 
+    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
+        return fp8_blocks.random_linear(outputs, inputs, device)
+
 
 @dataclass(frozen=True)
 class _InFourBits(Kind):
@@ -77,6 +95,8 @@ class _InFourBits(Kind):
     group: int
     zeros: bool
     offsets: bool
+    middle: int  # what is taken off codes without zeros
+    ordered: bool
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -97,13 +117,63 @@ class _InFourBits(Kind):
     def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
         return int4_trial.slower(device, outputs, inputs, self.group, dtype)
 
+    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
+        return int4_trial.random_linear(outputs, inputs, self.group, device)
+
+
+@dataclass(frozen=True)
+class _OfExperts(Kind):
+    """One projection of all experts of a layer, whose matrices are of one kind."""
+
+    of: Kind
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"of experts {self.of.name}"
+
+    @property
+    def rounds(self) -> bool:  # type: ignore[override]
+        return self.of.rounds
+
+    def layer(self, weight: EncodedWeight, bias: Tensor | None) -> ExpertStack:
+        return stack_of([[self.of.layer(part, None) for part in expert] for expert in weight.experts], self.dtype)
+
+    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
+        return stack_of([[self.of.random(outputs, inputs, device)]], self.dtype)
+
+    def unsupported(self, weights: Sequence[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
+        if self.rounds and (reason := fp8_blocks.unsupported(device)):
+            return reason
+        for weight in weights:
+            few = JoinedExperts(weight.experts[:_TRIED_EXPERTS])
+            if reason := experts_trial.unsupported(self.layer(few, None), few.decoded(torch.float32), device, dtype):
+                return reason
+        return ""
+
+    def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
+        def stack(experts: int) -> ExpertStack:
+            return stack_of([[self.of.random(outputs, inputs, device)] for _ in range(experts)], dtype)
+
+        return experts_trial.slower(stack, outputs, inputs, device, dtype)
+
 
 PER_OUTPUT = _PerOutput()
 IN_BLOCKS = _InBlocks()
 
 
-def kind_of(weight: EncodedWeight, rounds_inputs: bool) -> Kind | None:
-    """Return the kind that takes a matrix; None if none does. FP8 is for checkpoints that round inputs, too."""
+def kind_of(weight: EncodedWeight, rounds_inputs: bool, dtype: torch.dtype) -> Kind | None:
+    """Return the kind that takes a matrix, or those of experts; None if none does. FP8 is for checkpoints that round
+    inputs, too. Decoded numbers are of `dtype`."""
+    if weight.experts and not weight.takes_turns:
+        kinds = {kind_of(part, rounds_inputs, dtype) for expert in weight.experts for part in expert}
+        kind = kinds.pop()
+        if kinds or kind is None or (isinstance(kind, _InFourBits) and kind.ordered):
+            return None
+        # A block has outputs of one matrix.
+        if kind is IN_BLOCKS and any(part.shape[0] % fp8_blocks.SIDE for part in weight.experts[0][:-1]):
+            return None
+        return _OfExperts(kind, dtype)
     if len(weight.shape) != 2:
         return None
     if weight.is_fp8:
@@ -128,7 +198,9 @@ def _four_bits(weight: EncodedWeight) -> _InFourBits | None:
         fits = fits and few.minimums.groups == few.scales.groups and not has_zeros
     if not fits or not step_of(group):
         return None
-    return _InFourBits(group, not isinstance(few.zeros, int), few.minimums is not None)
+    middle = few.zeros if isinstance(few.zeros, int) else 0
+    zeros = not isinstance(few.zeros, int)
+    return _InFourBits(group, zeros, few.minimums is not None, middle, few.order is not None)
 
 
 def int4_layer(weight: EncodedWeight, bias: Tensor | None) -> Int4Linear:

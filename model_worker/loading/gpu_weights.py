@@ -9,30 +9,39 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.gpu_kinds import IN_BLOCKS, PER_OUTPUT, Kind, kind_of
+from model_worker.cuda.encoded_experts import PROJECTIONS, put_stacks, takes
+from model_worker.loading.gpu_kinds import Kind, kind_of
 
 log = logging.getLogger(__name__)
 
 
 def kept_on_gpu(
     weights: Mapping[str, EncodedWeight],
+    skeleton: nn.Module,
     device: torch.device,
     architecture: str,
     dtype: torch.dtype,
     rounds_inputs: bool,
 ) -> dict[str, Kind]:
-    """Return those that stay, of the weights of linear layers. The log says why others do not.
+    """Return those that stay, of the weights of linear layers and of experts. The log says why others do not.
 
+    `weights` have the names of linear modules, and of experts' tensors, in a model of which `skeleton` has the modules.
     Decoded ones, and what is multiplied, are of `dtype`. FP8 stays if the checkpoint `rounds_inputs`, too.
     """
-    by_kind: dict[Kind, list[str]] = {}
+    found: dict[str, Kind] = {}
     for name, weight in weights.items():
-        if (kind := kind_of(weight, rounds_inputs)) is not None:
-            by_kind.setdefault(kind, []).append(name)
+        fits = not weight.experts or takes(skeleton.get_submodule(name.rpartition(".")[0]))
+        if fits and (kind := kind_of(weight, rounds_inputs, dtype)) is not None:
+            found[name] = kind
+    by_kind: dict[Kind, list[str]] = {}
+    for name, kind in _whole(found, weights).items():
+        by_kind.setdefault(kind, []).append(name)
     kept: dict[str, Kind] = {}
     for kind, names in by_kind.items():
         of_kind = [weights[name] for name in names]
@@ -43,10 +52,34 @@ def kept_on_gpu(
             log.info(said, architecture, len(names), kind.name, size, reason)
             continue
         kept.update(dict.fromkeys(names, kind))
-        rounded = kind in (PER_OUTPUT, IN_BLOCKS)
-        how = ", and the inputs of their products are rounded to FP8 token by token" if rounded else ""
+        how = ", and the inputs of their products are rounded to FP8 token by token" if kind.rounds else ""
         log.info("%s: %d weights stay %s%s", architecture, len(names), kind.name, how)
-    return kept
+    return _whole(kept, weights)
+
+
+def place_on_gpu(model: nn.Module, weights: Mapping[str, EncodedWeight], kinds: Mapping[str, Kind]) -> None:
+    """Put layers with these weights in their places in a model. Those of experts are all of a module's."""
+    stacks: dict[str, dict[str, Any]] = {}
+    for name, kind in kinds.items():
+        weight = weights[name]
+        if weight.experts:
+            owner, _, projection = name.rpartition(".")
+            stacks.setdefault(owner, {})[projection] = kind.layer(weight, None)
+        else:
+            linear: Any = model.get_submodule(name)
+            model.set_submodule(name, kind.layer(weight, linear.bias))
+    for owner, found in stacks.items():
+        put_stacks(model.get_submodule(owner), [found[projection] for projection in PROJECTIONS])
+
+
+def _whole(kinds: Mapping[str, Kind], weights: Mapping[str, EncodedWeight]) -> dict[str, Kind]:
+    """Leave out experts of which another projection is decoded."""
+
+    def is_whole(name: str) -> bool:
+        owner = name.rpartition(".")[0]
+        return not weights[name].experts or all(f"{owner}.{projection}" in kinds for projection in PROJECTIONS)
+
+    return {name: kind for name, kind in kinds.items() if is_whole(name)}
 
 
 def _unsupported(kind: Kind, weights: list[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
@@ -55,5 +88,5 @@ def _unsupported(kind: Kind, weights: list[EncodedWeight], device: torch.device,
     reason = kind.unsupported([by_size[0], by_size[-1]], device, dtype)
     if reason or device.type != "cuda":
         return reason
-    outputs, inputs = by_size[-1].shape
+    outputs, inputs = by_size[-1].shape[-2:]
     return kind.slower(device, outputs, inputs, dtype)

@@ -25,6 +25,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from model_worker.cuda.encoded_experts import ExpertStack
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.int4_linear import Int4Linear
@@ -97,6 +98,9 @@ class Keeping:
         what encodes images.
         """
         if not (self.identity and self.weights.able) or self.weights.size:
+            return
+        if any(isinstance(module, ExpertStack) for module in model.modules()):
+            log.info("the weights are not kept for the next worker, since its experts stay encoded")
             return
         kinds = [
             [name for name, one in model.named_modules() if type(one) is kind] for kind in (Fp8Linear, BlockFp8Linear)

@@ -36,7 +36,7 @@ from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.hearing.encoder import hears
 from model_worker.loading.gpu_kinds import Kind
-from model_worker.loading.gpu_weights import kept_on_gpu
+from model_worker.loading.gpu_weights import kept_on_gpu, place_on_gpu
 from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
 from model_worker.loading.quantized.scheme import Scheme, scheme_of
@@ -187,15 +187,15 @@ def load_quantized(
     kind = computing_dtype(dtype, config, weights, architecture, device)
     try:
         names = WeightNames(auto, config, attention)
-        encoded = names.with_joined_experts(weights.encoded) if lazily else weights.encoded
+        encoded = names.with_joined_experts(weights.encoded) if lazily or stays_on_gpu else weights.encoded
         targets = {
             key: names.place_of(key, weight, tables=lazily) for key, weight in encoded.items() if lazily or stays_on_gpu
         }
         kinds: dict[str, Kind] = {}
         if stays_on_gpu:
-            placed = {key: encoded[key] for key, module in targets.items() if module}
-            kinds = kept_on_gpu(placed, device, architecture, kind, scheme.rounds_inputs)
-            targets = {key: targets[key] for key in kinds}
+            places = {module: encoded[key] for key, module in targets.items() if module}
+            kinds = kept_on_gpu(places, names.model, device, architecture, kind, scheme.rounds_inputs)
+            targets = {key: module for key, module in targets.items() if module in kinds}
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
@@ -216,10 +216,9 @@ def load_quantized(
             raise
         raise ModelRefused(architecture, _reason(error)) from error
     check_loaded(architecture, info)
-    for key, module in targets.items():
-        if module and stays_on_gpu:
-            model.set_submodule(module, kinds[key].layer(encoded[key], model.get_submodule(module).bias))
-        elif module and encoded[key].experts:
+    place_on_gpu(model, {targets[key]: encoded[key] for key in targets}, kinds)
+    for key, module in targets.items() if lazily else ():
+        if module and encoded[key].experts:
             keep_experts(model, module, encoded[key], kind)
         elif module:
             keep_encoded(model, module, encoded[key], kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from model_worker.cpu.gemm.expert_linears import keep_experts
 from model_worker.loading.gguf.names import NO_WEIGHTS, ROTARY_FACTORS, source_of
 from model_worker.loading.gguf.weights import GgufWeight, Vector, read_weight
 from model_worker.loading.gpu_kinds import Kind
-from model_worker.loading.gpu_weights import kept_on_gpu
+from model_worker.loading.gpu_weights import kept_on_gpu, place_on_gpu
 from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded
 from model_worker.model import ModelRefused, first_line
@@ -65,15 +66,13 @@ def load_gguf(
         for name, weight in weights.items()
         if isinstance(weight, GgufWeight) and _may_stay(skeleton, name, tables=lazily)
     }
+    experts = {name: weight for name, weight in weights.items() if isinstance(weight, EncodedWeight) and weight.experts}
+    places = {name.removesuffix(".weight"): weight for name, weight in {**encoded, **experts}.items()}
     kinds: dict[str, Kind] = {}
     if not lazily:
-        kinds = kept_on_gpu(encoded, device, architecture, kind, rounds_inputs=False)
-        encoded = {name: encoded[name] for name in kinds}
-    experts = {
-        name: weight
-        for name, weight in weights.items()
-        if lazily and isinstance(weight, EncodedWeight) and weight.experts
-    }
+        kinds = kept_on_gpu(places, skeleton, device, architecture, kind, rounds_inputs=False)
+        encoded = {name: weight for name, weight in encoded.items() if name.removesuffix(".weight") in kinds}
+        experts = {name: weight for name, weight in experts.items() if name in kinds}
     state: dict[str, Any] = {
         name: Placeholder(weight.shape, kind) if name in encoded or name in experts else _Decoded(weight, kind)
         for name, weight in weights.items()
@@ -95,20 +94,30 @@ def load_gguf(
             raise
         raise ModelRefused(architecture, f"{file.path}: {first_line(error)}") from error
     check_loaded(architecture, info)
-    for name, weight in encoded.items():
-        module = name.removesuffix(".weight")
-        if name in kinds:
-            model.set_submodule(module, kinds[name].layer(weight, model.get_submodule(module).bias))
-        else:
-            keep_encoded(model, module, weight, kind)
-    for name, of_experts in experts.items():
-        keep_experts(model, name, of_experts, kind)
-    if config.tie_word_embeddings and _EMBEDDING in encoded:
-        model.set_submodule(_HEAD, EncodedLinear(encoded[_EMBEDDING], None, kind))
+    if lazily:
+        _keep(model, config, encoded, experts, kind)
+    else:
+        place_on_gpu(model, places, kinds)
     _scale_rotation(file, model)
     _say(file, architecture, kind, lazily, len(kinds))
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _keep(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    encoded: Mapping[str, EncodedWeight],
+    experts: Mapping[str, EncodedWeight],
+    kind: torch.dtype,
+) -> None:
+    """Leave weights encoded until panels are made of them."""
+    for name, weight in encoded.items():
+        keep_encoded(model, name.removesuffix(".weight"), weight, kind)
+    for name, weight in experts.items():
+        keep_experts(model, name, weight, kind)
+    if config.tie_word_embeddings and _EMBEDDING in encoded:
+        model.set_submodule(_HEAD, EncodedLinear(encoded[_EMBEDDING], None, kind))
 
 
 @dataclass(frozen=True, eq=False)

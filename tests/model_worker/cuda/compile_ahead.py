@@ -49,6 +49,7 @@ POINTERS = {
     **dict.fromkeys(("tokens_to", "positions_to", "slots_to", "logit_positions_to"), "*i64"),
     **dict.fromkeys(("tables", "tables_to", "kv_len_to", "query_start_to"), "*i32"),
     "counts": "*i32",
+    **dict.fromkeys(("pairs", "experts", "firsts", "ends"), "*i64"),
     "epsilon": "fp32",
     "scale": "fp32",
     "softcap": "fp32",
@@ -56,9 +57,9 @@ POINTERS = {
     **dict.fromkeys(("scales", "a_scales", "b_scales"), "*fp32"),
 }
 # Products with weights of four bits.
-OF_INT4 = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
+OF_INT4 = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many", "experts"))
 # Only cards with products of these numbers round to them.
-OF_FP8 = ("round", "round groups", "few in blocks", "some in blocks", "many in blocks")
+OF_FP8 = ("round", "round groups", "few in blocks", "some in blocks", "many in blocks", "experts in FP8")
 FP8_TARGETS = ("sm_89", "sm_90")
 
 
@@ -114,13 +115,18 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     rounding = {"LARGEST": 448.0, "LEAST_SCALE": 1e-12}
     yield "round", fp8_kernel.round_kernel, {**rounding, "BLOCK": 1024}, "bf16"
     yield "round groups", fp8_block_kernel.round_groups_kernel, {**rounding, "SIDE": 128, "GROUPS": 8}, "bf16"
-    for name, (_, rows, columns, _, _) in zip(OF_FP8[2:], fp8_block_kernel.TILES, strict=True):
+    for name, (_, rows, columns, _, _) in zip(OF_FP8[2:-1], fp8_block_kernel.TILES, strict=True):
         tile = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "TOGETHER": 8, "BIASED": True}
         yield name, fp8_block_kernel.block_product_kernel, tile, "bf16"
-    for kind, (name, (_, rows, columns, _, _, split)) in enumerate(zip(OF_INT4, int4_kernel.TILES, strict=True)):
+    for kind, (name, (_, rows, columns, _, _, split)) in enumerate(zip(OF_INT4[:-1], int4_kernel.TILES, strict=True)):
         tile = {"ROWS": rows, "COLUMNS": columns, "STEP": 32 if kind == 1 else 128, "PER_GROUP": 1, "TOGETHER": 8}
         flags = {"BIASED": True, "SPLIT": split, "KIND": kind % 3, "MIDDLE": 8}
         yield name, int4_kernel.int4_kernel, {**tile, **flags}, "bf16"
+    of_expert = {"ROWS": 16, "COLUMNS": 64}
+    experts = {**of_expert, "SIDE": 128, "BLOCKED": True}
+    yield OF_FP8[-1], fp8_block_kernel.block_experts_kernel, experts, "bf16"
+    codes = {**of_expert, "STEP": 128, "PER_GROUP": 1, "KIND": ZEROS, "MIDDLE": 0}
+    yield OF_INT4[-1], int4_kernel.int4_experts_kernel, codes, "bf16"
 
 
 def main(arguments: list[str]) -> None:

@@ -265,8 +265,8 @@ def test_a_gguf_file_keeps_its_codes(kind: str, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "model.gguf"
     exact: Any = write_model(path, model, "llama", kind)
 
-    def kept(given: Any, _: torch.device, *rest: Any, **named: Any) -> Any:
-        return kept_on_gpu(given, CPU, *rest, **named)
+    def kept(given: Any, skeleton: Any, _: torch.device, *rest: Any, **named: Any) -> Any:
+        return kept_on_gpu(given, skeleton, CPU, *rest, **named)
 
     monkeypatch.setattr(gguf_load, "kept_on_gpu", kept)
     file = open_gguf(path)

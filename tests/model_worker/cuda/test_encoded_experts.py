@@ -1,0 +1,268 @@
+"""Experts in FP8 and in four bits: kernels interpreted on a CPU, beside float64 products expert by expert."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from model_worker.cuda import experts_trial, fp8_blocks, int4_trial, timing
+from model_worker.cuda.encoded_experts import ExpertStack, Fp8Experts, Int4Experts, forward_of, put_stacks, takes
+from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, rounded_groups
+from model_worker.cuda.fp8_linear import Fp8Linear
+from model_worker.cuda.int4_linear import MIDDLE, OFFSETS, ZEROS
+from model_worker.cuda.routing import route
+from model_worker.loading import gpu_weights, verify
+from model_worker.loading.checkpoint import read_config
+from model_worker.loading.quantized.scheme import scheme_of
+from model_worker.loading.stored import open_stored
+from model_worker.loading.weights import load_quantized
+from tests.model_worker.cuda.fake_gpu import DEVICE, fake_gpu
+from tests.model_worker.cuda.in_four_bits import int4_layer
+from tests.model_worker.cuda.interpreter import need_triton
+from tests.model_worker.cuda.launches import counted_launches
+from tests.model_worker.loading.quantized_checkpoints import BLOCKS_OF_128, FORMATS, Format, quantize_checkpoint
+from tests.model_worker.tiny_models import tiny_model
+
+need_triton()
+
+from model_worker.cuda import int4_kernel  # noqa: E402
+
+CPU = torch.device("cpu")
+EXPERTS = 5
+OUTPUTS, INPUTS = 130, 192
+
+
+def in_four_bits(kind: int) -> Int4Experts:
+    return Int4Experts([int4_layer(OUTPUTS, INPUTS, 64, kind) for _ in range(EXPERTS)], torch.float32)
+
+
+def in_fp8(blocked: bool) -> Fp8Experts:
+    def one() -> Any:
+        codes = (torch.randn(OUTPUTS, INPUTS) * 60).to(torch.float8_e4m3fn)
+        if blocked:
+            return BlockFp8Linear(codes, torch.randn(-(-OUTPUTS // SIDE), -(-INPUTS // SIDE)).exp() / 100, None)
+        return Fp8Linear(codes, torch.randn(OUTPUTS).exp() / 100, None)
+
+    return Fp8Experts([one() for _ in range(EXPERTS)], torch.float32)
+
+
+STACKS = {
+    "middle": lambda: in_four_bits(MIDDLE),
+    "zeros": lambda: in_four_bits(ZEROS),
+    "offsets": lambda: in_four_bits(OFFSETS),
+    "blocks": lambda: in_fp8(True),
+    "outputs": lambda: in_fp8(False),
+}
+
+
+def chosen_of(tokens: int, count: int, experts: int = EXPERTS) -> Tensor:
+    return torch.stack([torch.randperm(experts)[:count] for _ in range(tokens)])
+
+
+def meant(stack: ExpertStack, x: Tensor) -> Tensor:
+    """Tokens as they are multiplied, f64."""
+    if isinstance(stack, Int4Experts):
+        return x.double()
+    codes, scales = rounded_groups(x)
+    return codes.double() * scales.repeat_interleave(SIDE, 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("name", STACKS)
+# Tiles of 16, 32 and 64 pairs, experts of several tiles, and with none.
+@pytest.mark.parametrize(("tokens", "count"), [(1, 2), (3, 1), (40, 2), (150, 1), (200, 2)])
+def test_pairs_are_multiplied_by_their_experts(name: str, tokens: int, count: int) -> None:
+    stack = STACKS[name]()
+    chosen = chosen_of(tokens, count)
+    routing = route(chosen, EXPERTS)
+    for rows in (tokens, tokens * count):
+        x = torch.randn(rows, INPUTS)
+        inputs = meant(stack, x).repeat_interleave(tokens * count // rows, 0)
+        want = torch.stack([stack.matrix(e).double() @ row for e, row in zip(chosen.flatten(), inputs, strict=True)])
+        got = stack.product(x, routing)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+
+
+def test_routes_have_each_pair_once() -> None:
+    for tokens, count, experts in ((1, 1, 3), (7, 2, 4), (64, 8, 128), (300, 4, 8), (5, 1, 1)):
+        chosen = chosen_of(tokens, count, experts)
+        routing = route(chosen, experts)
+        seen: list[int] = []
+        for expert, first, end in zip(*(one.tolist() for one in routing[1:4]), strict=True):
+            if expert >= 0:
+                pairs = routing.pairs[first : min(end, first + routing.rows)]
+                assert set(chosen.flatten()[pairs].tolist()) == {expert}
+                seen += pairs.tolist()
+        assert sorted(seen) == list(range(tokens * count))
+
+
+def test_a_pair_does_not_depend_on_those_beside_it() -> None:
+    stack = in_four_bits(ZEROS)
+    x, chosen = torch.randn(12, INPUTS), chosen_of(12, 2)
+    whole = stack.product(x, route(chosen, EXPERTS))
+    for row in range(4):
+        assert torch.equal(stack.product(x[row, None], route(chosen[row, None], EXPERTS)), whole[2 * row : 2 * row + 2])
+
+
+def experts_module(folder: Path) -> Any:
+    path = tiny_model("qwen3_moe", folder, **SIZES)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval(), model.model.layers[0].mlp.experts
+
+
+def test_a_recorded_step_may_route_anew(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for the device, and launches do not depend on what is chosen."""
+    _, module = experts_module(tmp_path_factory.getbasetemp())
+    hidden, inner = module.down_proj.shape[1:]
+    experts = module.num_experts
+    up = Int4Experts([int4_layer(2 * inner, hidden, 32, ZEROS) for _ in range(experts)], torch.float32)
+    down = Int4Experts([int4_layer(hidden, inner, 32, ZEROS) for _ in range(experts)], torch.float32)
+    put_stacks(module, [up, down])
+    with fake_gpu(monkeypatch):
+        for stack in (up, down):
+            for name, parameter in list(stack._parameters.items()):
+                if parameter is not None:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
+                    stack._parameters[name] = torch.nn.Parameter(fake, requires_grad=False)
+        x = torch.empty(8, hidden, device=DEVICE, dtype=torch.bfloat16)
+        chosen = torch.empty(8, 2, device=DEVICE, dtype=torch.int64)
+        with counted_launches(monkeypatch, run=False) as launches:
+            out = forward_of(module)(x, chosen, torch.empty(8, 2, device=DEVICE, dtype=torch.bfloat16))
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+    assert not launches.from_host
+    assert launches.names.count("int4_experts_kernel") == 2
+    assert len(launches.names) <= 27, launches.names
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
+    "head_dim": 16,
+}
+IN_BLOCKS = {**SIZES, "moe_intermediate_size": 128, "hidden_size": 128}
+CHANNELS = Format(
+    FORMATS["fp8 of compressed-tensors"].write,
+    {
+        **FORMATS["fp8 of compressed-tensors"].config,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8},
+                "input_activations": {"num_bits": 8, "type": "float"},
+            }
+        },
+    },
+)
+# A format, sizes, the stacks that a layer's experts become, and the largest error of logits.
+CHECKPOINTS: dict[str, tuple[Format, dict[str, Any], type[ExpertStack] | None, float]] = {
+    "awq": (FORMATS["awq"], SIZES, Int4Experts, 1e-4),
+    "gptq": (FORMATS["gptq"], SIZES, Int4Experts, 1e-4),
+    "w4a16": (FORMATS["w4a16"], SIZES, Int4Experts, 1e-4),
+    "gptq in order of activations": (FORMATS["gptq in order of activations"], SIZES, None, 1e-4),
+    "fp8 of blocks": (BLOCKS_OF_128, IN_BLOCKS, Fp8Experts, 0.08),
+    "fp8 of outputs": (CHANNELS, SIZES, Fp8Experts, 0.08),
+}
+
+
+@pytest.fixture
+def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels are slow."""
+    monkeypatch.setattr(experts_trial, "_TRIAL_TOKENS", (1, 9))
+    monkeypatch.setattr(int4_trial, "_TRIAL_TOKENS", (1, 17))
+    monkeypatch.setattr(fp8_blocks, "_TRIAL_TOKENS", (1, 17))
+    monkeypatch.setattr(fp8_blocks, "_TRIAL_INPUTS", 2 * SIDE + 16)
+
+
+def loaded(path: Path) -> Any:
+    """The model as a GPU's worker loads it."""
+    config = read_config(path)
+    return load_quantized(
+        AutoModelForCausalLM,
+        open_stored(path),
+        scheme_of(path, config),
+        config,
+        "Qwen3Moe",
+        torch.float32,
+        CPU,
+        {},
+        lazily=False,
+        stays_on_gpu=True,
+    ).eval()
+
+
+@pytest.mark.usefixtures("small_trials")
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_keeps_its_experts(
+    name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    form, sizes, kind, most = CHECKPOINTS[name]
+    # Files have the tensors of each expert.
+    source = tiny_model("qwen3_moe", tmp_path_factory.getbasetemp(), **sizes)
+    path = quantize_checkpoint(source, tmp_path / "q", form)
+    with caplog.at_level(logging.INFO, gpu_weights.__name__):
+        model = loaded(path)
+    reference: Any = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
+    module, plain = (one.model.layers[0].mlp.experts for one in (model, reference))
+    for projection in ("gate_up_proj", "down_proj"):
+        kept = getattr(module, projection)
+        assert isinstance(kept, ExpertStack) == (kind is not None)
+        assert kind is None or type(kept) is kind
+        for expert in range(sizes["num_experts"]):
+            assert torch.equal(kept[expert], getattr(plain, projection)[expert])
+    assert ("weights stay of experts in" in caplog.text) == (kind is not None)
+    tokens = verify.tokens(model.config, CPU)
+    with torch.inference_mode():
+        error = verify.median_error(verify.eager_logits(model, tokens), verify.eager_logits(reference, tokens))
+    assert error < most
+
+
+@pytest.mark.usefixtures("small_trials")
+def test_experts_that_are_multiplied_wrongly_are_decoded(
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = tiny_model("qwen3_moe", tmp_path_factory.getbasetemp(), **SIZES)
+    path = quantize_checkpoint(source, tmp_path / "q", FORMATS["awq"])
+    product = int4_kernel.multiply_experts
+    monkeypatch.setattr(int4_kernel, "multiply_experts", lambda *given: product(*given) * 1.5)
+    with caplog.at_level(logging.INFO, gpu_weights.__name__):
+        model = loaded(path)
+    assert "2 weights of experts in four bits with groups of 32 are decoded, which takes" in caplog.text
+    assert "with experts are wrong by" in caplog.text
+    assert isinstance(model.model.layers[0].mlp.experts.down_proj, Tensor)
+
+
+def test_slower_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter((1.0, 1.0, 3.0, 1.0))
+
+    def milliseconds(call: Any) -> float:
+        assert call().shape[1] == 32
+        return next(left)
+
+    def stack(experts: int) -> ExpertStack:
+        return Int4Experts([int4_layer(32, 64, 32, ZEROS) for _ in range(experts)], torch.bfloat16)
+
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    said = experts_trial.slower(stack, 32, 64, CPU, torch.bfloat16)
+    assert said == "a product of 16 tokens takes 3 ms, and 1 ms with a decoded weight"
+
+
+def test_modules_that_compute_more_are_left_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _, module = experts_module(tmp_path_factory.getbasetemp())
+    assert takes(module)
+    assert not takes(torch.nn.Linear(2, 2))
+    module.has_bias = True
+    assert not takes(module)
