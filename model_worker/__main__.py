@@ -216,7 +216,8 @@ def build(
     if guesser is not None:
         memory = draft_loading.share_of(memory, loaded, guesser, most_rows)
     capacity = capacity_for(loaded, memory, settings.max_model_len, most_rows, loaded.block_size)
-    runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
+    most_rows = capacity.max_rows
+    runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size, max_rows=most_rows)
     described = runner.description
     most = step_tokens(settings.max_batch_tokens, settings.devices)
     steps = most_rows, capacity.max_model_len, most
@@ -230,7 +231,7 @@ def build(
     runner.record(*steps)
     shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
     _spill(settings, runner, shared)
-    if group is None:
+    if group is None and loaded.recurrent is None:
         _ship(runner, shared, local)
     compilation = None
     if loaded.has_kernels:
@@ -322,6 +323,7 @@ def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRun
         spill_place="" if shared.moves is None else shared.moves.place.name,
         kv_form="" if shared.shipper is None else shared.shipper.form,
         block_bytes=0 if shared.shipper is None else shared.shipper.block_bytes,
+        reuses_prefixes=loaded.recurrent is None,
     )
 
 
@@ -341,7 +343,7 @@ def _device_step(
     from model_worker.grammar.masks import Masks
     from model_worker.rows import WorkerRows
 
-    most_rows = running_rows(settings.max_running, settings.devices)
+    most_rows = capacity.max_rows
     rows = WorkerRows(most_rows, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
     fork_server = mask_process.fork_server(settings.model, most_rows)
     masks = Masks(fork_server, most_rows, loaded.vocab_size, has_kernels=loaded.has_kernels)
@@ -360,7 +362,9 @@ def _spill(settings: Settings, runner: ModelRunner, shared: DeviceStep) -> None:
     from model_worker.kv_spill.start import kv_mover
 
     size = bytes_of(settings.kv_spill)
-    if size:
+    if size and runner.loaded.recurrent is not None:
+        log.info("kv_spill is ignored: a beginning cannot be reused without the recurrent state behind it")
+    elif size:
         place = runner.cache, runner.num_blocks, runner.loaded.device
         identity = shared.identity
         shared.moves = kv_mover(*place, size, settings.kv_spill_dir, identity.epoch, identity.index)

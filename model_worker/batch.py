@@ -47,6 +47,9 @@ class ForwardBatch:
     adapters: IntColumn | None = None
     # i32[S], on the host: the worker's row of each sequence; None: they have none.
     rows: IntColumn | None = None
+    # i32[S], on the host: tokens of each sequence in this pass, and before it.
+    query_lens: IntColumn | None = None
+    starts: IntColumn | None = None
     # i64[T]: the row whose last token stands for a token, -1 where it is known; None: all are known.
     owners: Tensor | None = None
     # i64[rows]: those last tokens.
@@ -153,6 +156,8 @@ class ForwardBatch:
             seen=None if seen is None else torch.from_numpy(seen).to(device),
             adapters=adapters,
             rows=rows,
+            query_lens=query_lens,
+            starts=kv_lens - query_lens,
             owners=None if owners is None else there[7],
             drawing=tuple(there[len(there) - len(drawing) :]),
         )

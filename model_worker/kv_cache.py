@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model_worker.batch import ForwardBatch
 from model_worker.host_memory import give_back
+from model_worker.recurrent.states import RecurrentStates
 from shared.resources import free_memory
 
 GIB = 1 << 30
@@ -104,7 +105,15 @@ class KVCache:
     is bytes, as many for each token and head as elements and a scale take; attention/coded.py knows their order.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        """`states` are those of the recurrent layers, which are released and restored with the blocks."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a KV cache needs blocks and tokens in them: {num_blocks=}, {block_size=}")
         if layout.in_codes and (device.type != "cpu" or block_size % 2):
@@ -112,6 +121,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = states
 
         self._device = device
         self.k: list[Tensor] = []
@@ -120,6 +130,10 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back, and with it all K and V. On a CPU the cache may be used again at once."""
+        if self.states is not None:
+            self.states.release()
+            if self._device.type == "cpu":
+                self.states.restore()
         if self._device.type == "cpu":
             give_back([memory_of(blocks) for blocks in (*self.k, *self.v)])
         else:
@@ -128,6 +142,8 @@ class KVCache:
 
     def restore(self) -> None:
         """Take memory for the blocks, if there is none: zeros."""
+        if self.states is not None:
+            self.states.restore()
         if self.k:
             return
 

@@ -18,6 +18,7 @@ from model_worker.adapters.fitting import Adapter
 from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.keeper.kept_weights import KeptWeights
 from model_worker.kv_cache import AttentionParams, KVCache, KVLayout
+from model_worker.recurrent.mixers import RecurrentLayers
 from model_worker.vision.encoder import Encoder
 
 # Tokens of a KV block where the attention backend does not mind.
@@ -104,6 +105,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
+    recurrent: RecurrentLayers | None = None  # those that keep a state of each row beside the KV cache
     stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
     layers: Layers | None = None  # the same layers in few launches, for GPUs
     kernel_family: str = "decoder"  # of the kernels that a CPU runs it with, as kernel_cache has them

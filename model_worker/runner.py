@@ -16,6 +16,10 @@ from model_worker.backends.speech import SpeechBackend
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
 from model_worker.model import LoadedModel
+from model_worker.recurrent.states import RecurrentStates
+
+# Rows whose recurrent states are kept where no number is given.
+_FEW_ROWS = 16
 
 
 class ModelRunner:
@@ -28,10 +32,11 @@ class ModelRunner:
         block_size: int = 16,
         attention: str = "auto",
         cache: KVCache | None = None,
+        max_rows: int = _FEW_ROWS,
     ) -> None:
         """`attention` is the name of the modules' attention; "auto" is the one that the model was verified with.
 
-        A given `cache` has the model's layout, and is used as it is.
+        A given `cache` has the model's layout, and is used as it is. Recurrent layers keep states of `max_rows` rows.
         """
         self.loaded = loaded
         self.num_blocks = num_blocks
@@ -39,7 +44,10 @@ class ModelRunner:
         self.attention_name = self._attend.__module__.rpartition(".")[2]
         # One more, where padding rows of recorded decode steps may write.
         spare = 1 if self._attend in RECORDABLE else 0
-        self.cache = cache or KVCache(loaded.attention.layout, num_blocks + spare, block_size, loaded.device)
+        layers = loaded.recurrent
+        states = None if cache or layers is None else RecurrentStates(layers.layout, max_rows, loaded.device)
+        shape = loaded.attention.layout, num_blocks + spare, block_size
+        self.cache = cache or KVCache(*shape, loaded.device, states)
         self.backend = self._choose_backend()
 
     def _choose_backend(self) -> Backend:
@@ -62,6 +70,8 @@ class ModelRunner:
             return f"fused stack{codes}"
         fuses = isinstance(self.backend, ModulesBackend) and self.backend.fuses
         layers = "fused layers" if fuses else "transformers' modules"
+        if self.cache.states is not None:
+            layers = f"{layers} with recurrent states"
         return f"{layers}, {self.attention_name} attention{codes}"
 
     @property
@@ -86,6 +96,9 @@ class ModelRunner:
         Those of up to `max_tokens` tokens may have prompts in them. In a group `agreed` says whether something is so on
         all ranks, and a want of memory is an error.
         """
+        if self.cache.states is not None:
+            # A pass picks the states of its rows, and cuts prompts, by what is known on the host alone.
+            return
         if self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend):
             self.backend.record(max_rows, max_model_len, max_tokens, self.num_blocks, agreed)
 

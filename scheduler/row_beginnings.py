@@ -63,6 +63,7 @@ class RowBeginnings:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hello = hello
+        prefix_cache = prefix_cache and hello.reuses_prefixes
         self._prefix_cache = prefix_cache
         self._rows = rows
         self._pool = pool

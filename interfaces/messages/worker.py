@@ -56,6 +56,7 @@ class WorkerHello:
     epoch; its `index` is then the one that it wants, or below 0. `facts` are what must be equal in all workers of a
     scheduler, in words, by the name of the field. `codec` describes what turns the model's speech tokens into sound.
     Workers with an equal `kv_form` can use the bytes of each other's blocks, `block_bytes` each; empty: none can.
+    Unless it `reuses_prefixes`, its rows have a state beside their blocks: each row computes all of its tokens itself.
     """
 
     device: str
@@ -95,6 +96,7 @@ class WorkerHello:
     spill_place: str = ""
     kv_form: str = ""
     block_bytes: int = 0
+    reuses_prefixes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from model_worker.adapters.experts import ARGUMENTS, AdaptedExperts, adapted_experts
 from model_worker.adapters.fitting import AdaptedEmbedding, AdaptedLinear, Adapter
 from model_worker.batch import ForwardBatch
+from model_worker.recurrent.mixers import tokens_in_progress
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ class AdapterHooks:
             x = x / scales
         y = output.reshape(-1, output.shape[-1]).clone()
         for rows, linear in used:
-            index = rows.wanted if module is self._head else rows.tokens
+            index = rows.wanted if module is self._head else _given(rows.tokens)
             y[index] = _adapted(module, linear, x[index], y[index])
         return y.reshape(output.shape)
 
@@ -165,6 +166,17 @@ class AdapterHooks:
             added = embedding.scale * (embedding.a[tokens[rows.tokens]] @ embedding.b.T).float()
             y[rows.tokens] = (y[rows.tokens].float() + added).to(y.dtype)
         return y.reshape(output.shape)
+
+
+def _given(tokens: Tensor | slice) -> Tensor | slice:
+    """Return the places of packed tokens among those that modules are given now: mixers compute some at a time."""
+    given = tokens_in_progress()
+    if given is None or isinstance(tokens, slice):
+        return tokens
+    if isinstance(given, slice):
+        first, last = given.start or 0, given.stop
+        return tokens if last is None else tokens[(tokens >= first) & (tokens < last)] - first
+    return torch.isin(given, tokens).nonzero().squeeze(1)
 
 
 def token_adapters(batch: ForwardBatch) -> NDArray[np.integer[Any]]:

@@ -60,6 +60,11 @@ class Backend(ABC):
         return False
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether recurrent layers have states of the batch's rows, which a pass advances."""
+        return False
+
+    @property
     def gives_hidden_states(self) -> bool:
         return False
 

@@ -37,6 +37,7 @@ from model_worker.cuda.mixed_graphs import MixedBuffers, MixedGraphs
 from model_worker.embedding_hooks import added_behind_layers, taken_inputs
 from model_worker.kv_cache import KVCache
 from model_worker.model import LoadedModel
+from model_worker.recurrent.mixers import recurrent_pass
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,10 @@ class ModulesBackend(Backend):
             return self._forward(batch.resolved())
 
     @property
+    def keeps_states(self) -> bool:
+        return self._cache.states is not None
+
+    @property
     def gives_hidden_states(self) -> bool:
         return self._loaded.model.get_output_embeddings() is not None
 
@@ -163,7 +168,7 @@ class ModulesBackend(Backend):
             return self._layers.logits(batch, self._cache, attend, attention.params)
         added = added_behind_layers(batch, levels) if levels else {}
         paged = PagedForward(batch, self._paged, attend, attention.layer_of, attention.params)
-        with paged_forward(paged), self._adapters.rows(batch):
+        with paged_forward(paged), recurrent_pass(self._cache.states, batch), self._adapters.rows(batch):
             output = self._loaded.model(
                 input_ids=batch.tokens.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(-2),

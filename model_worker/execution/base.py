@@ -81,6 +81,7 @@ class RunningRows:
         *,
         identity: WorkerIdentity,
         gives_hidden_states: bool,
+        keeps_states: bool = False,
     ) -> None:
         self.identity = identity
         self.rows = rows
@@ -103,6 +104,8 @@ class RunningRows:
         # Rows whose next token is an error instead, and the error.
         self.refused: dict[int, str] = {}
         self.in_flight = InFlight()
+        # Whether rows have recurrent states, which a pass advances.
+        self.keeps_states = keeps_states
         # Whether the step that is being launched has changed nothing yet that a second launch would change again.
         self.repeatable = True
         self.counters = Counters()
@@ -120,8 +123,15 @@ class DeviceStep(RunningRows):
         masks: Masks | None = None,
         images: ImageRows | None = None,
     ) -> None:
-        gives_hidden_states = backend.gives_hidden_states
-        super().__init__(rows, sampler, masks, images, identity=identity, gives_hidden_states=gives_hidden_states)
+        super().__init__(
+            rows,
+            sampler,
+            masks,
+            images,
+            identity=identity,
+            gives_hidden_states=backend.gives_hidden_states,
+            keeps_states=backend.keeps_states,
+        )
         self.backend = backend
         self.times = PassTimes()
         # Seconds of the last pass that was waited for.

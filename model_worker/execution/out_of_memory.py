@@ -3,8 +3,8 @@
 What a pass needs beside weights and K/V grows with its tokens, so a part needs less. A row that fails by itself gets an
 error of its own; the others go on, and no request is taken for one that ends workers. K and V of a part that was
 computed twice are the same. A step that cannot be repeated exactly fails as a whole, and ends the worker: one with
-isolated rows, whose bits would change with the parts, and one that failed after it had drawn tokens for rows that
-remember them. Knows steps and rows; does not know what computes.
+isolated rows, whose bits would change with the parts, one that failed after it had drawn tokens for rows that
+remember them, and any of a model with recurrent states, which some layers have advanced. Knows steps and rows; does not know what computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Launch = Callable[[Step, PackedStep], Pending]
 
 def launched(executor: Executor, step: Step, packed: PackedStep, running: RunningRows, every_step: Executor) -> Pending:
     """Launch a step by the executor that has accepted it, or in parts, by one that takes every step."""
-    running.repeatable = True
+    running.repeatable = not running.keeps_states
     try:
         return executor.launch(step, packed)
     except torch.OutOfMemoryError as caught:
@@ -60,7 +60,7 @@ def _results(step: Step, running: RunningRows, launch: Launch) -> list[StepResul
     # What the allocator keeps for sizes that no part has would be missing.
     torch.cuda.empty_cache()
     packed = running.rows.pack(step)
-    running.repeatable = True
+    running.repeatable = not running.keeps_states
     try:
         return [launch(step, packed).result()]
     except torch.OutOfMemoryError as error:

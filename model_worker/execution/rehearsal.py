@@ -53,7 +53,7 @@ class Rehearsal:
     """Steps of up to `max_tokens` tokens and `max_rows` rows of sequences up to `max_model_len`."""
 
     def __init__(self, loaded: LoadedModel, max_tokens: int, max_rows: int, max_model_len: int) -> None:
-        self._runner = ModelRunner(loaded, 1, loaded.block_size)
+        self._runner = ModelRunner(loaded, 1, loaded.block_size, max_rows=1)
         self._loaded = loaded
         self._tokens = max(max_tokens, max_rows)
         self._rows = max_rows
@@ -94,7 +94,9 @@ class Rehearsal:
         size = self._loaded.block_size
         tables = np.zeros((len(lengths), -(-(before + int(lengths.max())) // size)), np.int32)
         tokens = np.zeros(int(lengths.sum()), np.int64)
-        return ForwardBatch.build(tokens, lengths, lengths + before, tables, size, wanted, self._loaded.device)
+        # All sequences share one block, and the recurrent state of one row.
+        rows = np.zeros(len(lengths), np.int64)
+        return ForwardBatch.build(tokens, lengths, lengths + before, tables, size, wanted, self._loaded.device, rows=rows)
 
     def _draw(self, logits: torch.Tensor) -> None:
         sampler = SamplerRows(self._rows, self._loaded.vocab_size, self._loaded.device)

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from model_worker.hearing.encoder import hears
 from model_worker.kv_cache import CODE_DTYPES
 from model_worker.model import ModelRefused
+from model_worker.recurrent.families import HYBRID_LAYERS, is_recurrent, layer_types_of, proven_names, proven_types
 from model_worker.vision.family import composite_class, family_of, is_composite, why_refused
 from shared.load_errors import broken_file, missing_weights
 
@@ -28,7 +29,6 @@ NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 QUANTIZATIONS = ("none", "int8")
 # Many times as many as the deepest models have.
 _MOST_LAYERS = 4096
-_MISSING_STATE = "a state for each sequence beside the KV cache is missing here"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -141,6 +141,24 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return each if each and len(each) == len(found) else [found]
 
 
+def _refuse_layers(name: str, config: PreTrainedConfig, stateful: bool) -> None:
+    """Refuse layers that are neither attention over a KV cache nor recurrent ones of an architecture that is served."""
+    layer_types = layer_types_of(config)
+    other = sorted(layer_types - PAGED_LAYERS - proven_types(config))
+    known = f"a state of each sequence is kept for recurrent layers of {proven_names()} alone"
+    if other:
+        # Of the others, attention in chunks alone keeps no state.
+        more = "" if other == ["chunked_attention"] else f"; {known}"
+        raise ModelRefused(
+            name, f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache{more}"
+        )
+    # A hybrid architecture may be configured without its recurrent layers; if it is, its layer types say so.
+    if stateful and not layer_types:
+        raise ModelRefused(name, f"it keeps a recurrent state, and {known}")
+    if is_recurrent(config) and not layer_types & (PAGED_LAYERS | HYBRID_LAYERS):
+        raise ModelRefused(name, "all its layers are recurrent, and a model without any attention is not served")
+
+
 def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     """Refuse a config that cannot work before any weight is read. Returns the name of the architecture.
 
@@ -167,20 +185,7 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     name = model_class.__name__
     _refuse_sizes(name, config)
     _refuse_names(name, config)
-    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
-    other = sorted(set(layer_types or ()) - PAGED_LAYERS)
-    if other:
-        # Of the others, attention in chunks alone keeps no state.
-        missing = "" if other == ["chunked_attention"] else f", and {_MISSING_STATE}"
-        reason = (
-            f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache{missing}"
-        )
-        raise ModelRefused(name, reason)
-    # A hybrid architecture may be configured without its recurrent layers; if it is, its layer types say so.
-    if getattr(model_class, "_is_stateful", False) and not layer_types:
-        raise ModelRefused(
-            name, f"it keeps a recurrent state, and only attention over a KV cache is served; {_MISSING_STATE}"
-        )
+    _refuse_layers(name, config, bool(getattr(model_class, "_is_stateful", False)))
     if not model_class._can_set_attn_implementation():
         raise ModelRefused(name, "its attention does not go through transformers' attention registry")
     if not composite and (lacking := NEEDED_ARGUMENTS - set(inspect.signature(model_class.forward).parameters)):

@@ -118,7 +118,13 @@ def load_guesser(
         )
     dtype = str(loaded.dtype).removeprefix("torch.")
     device = str(loaded.device)
-    return DraftModelGuesser(load_model(source, dtype, device, progress, has_kernels=has_kernels, vision=False))
+    smaller = load_model(source, dtype, device, progress, has_kernels=has_kernels, vision=False)
+    if smaller.recurrent is not None:
+        raise ValueError(
+            f"draft: {smaller.architecture} has recurrent states, which cannot take wrong guesses back: name a model "
+            "with attention alone, or leave it out"
+        )
+    return DraftModelGuesser(smaller)
 
 
 def share_of(memory: int, loaded: LoadedModel, guesser: Guesser, rows: int) -> int:

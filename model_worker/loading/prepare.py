@@ -32,7 +32,10 @@ from model_worker.loading.gpu_attention import choose_attention
 from model_worker.loading.gpu_layers import fuse_layers
 from model_worker.loading.gpu_modules import ReplacedModules
 from model_worker.loading.probe import probe_attention
+from model_worker.loading.recurrent import limit_time_steps, probe_recurrent
 from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
+from model_worker.recurrent.families import is_recurrent
+from model_worker.recurrent.mixers import replace_forwards
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +87,11 @@ def prepare(
         pack()
     try:
         with torch.inference_mode():
+            if is_recurrent(config):
+                limit_time_steps(model)
             expected = verify.eager_logits(model, tokens)
             attention = probe_attention(model, tokens[:1])
+            recurrent = probe_recurrent(model, tokens[:1]) if is_recurrent(config) else None
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, ModelRefused):
             raise
@@ -93,9 +99,14 @@ def prepare(
         raise ModelRefused(architecture, reason) from error
     if not verify.are_finite(expected) and (damaged := _not_finite(model)):
         raise ModelRefused(architecture, damaged)
+    if recurrent is not None:
+        replace_forwards(recurrent.mixers)
+        # Stacks and fused layers compute attention alone.
+        fuses = False
     loaded = LoadedModel(
         model=model,
         attention=attention,
+        recurrent=recurrent,
         device=device,
         dtype=model.dtype,
         architecture=architecture,
@@ -117,7 +128,7 @@ def prepare(
     if device.type == "cuda":
         _replace_modules(loaded, tokens, expected, agreed)
         chosen = choose_attention(loaded, tokens, expected, agreed=agreed)
-        return fuse_layers(chosen, tokens, expected) if agreed is None else chosen
+        return fuse_layers(chosen, tokens, expected) if agreed is None and recurrent is None else chosen
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
             # More logits come, and these are much memory.

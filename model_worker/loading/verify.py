@@ -68,7 +68,9 @@ def check_paged(
         packed = np.concatenate(chunks)
         lens = np.array([len(chunk) for chunk in chunks])
         every = np.arange(len(packed))
-        batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, block_size, every, loaded.device)
+        shape = tables, block_size, every, loaded.device
+        # Sequences keep their rows, where recurrent layers have their states.
+        batch = ForwardBatch.build(packed, lens, np.array(kv_lens), *shape, rows=np.arange(len(chunks)))
         return backend.logits(batch)
 
     def agree(name: str, got: Tensor, want: Tensor) -> None:
@@ -87,6 +89,12 @@ def check_paged(
     split = PROBE_TOKENS - FIRST_CHUNK
     agree("a sequence in two chunks", rest[:split], expected[0, FIRST_CHUNK:])
     agree("a sequence packed beside another", rest[split:], expected[1])
+    if loaded.recurrent is not None:
+        # Recurrent layers compute one token in another way than several.
+        last = PROBE_TOKENS - 1
+        forward([first[:last], second[:last]], [last, last], BLOCK_TABLES)
+        single = forward([first[last:], second[last:]], [PROBE_TOKENS, PROBE_TOKENS], BLOCK_TABLES)
+        agree("one token of each sequence", single, expected[:, last])
 
 
 def far_stack_differs(loaded: LoadedModel, tokens: Tensor) -> bool:

@@ -27,6 +27,10 @@ class ProcessedLogits(Backend):
         """Processors of the pipeline see one row of logits for each context, so nothing is guessed beside them."""
         return self._backend.row_invariant and not self._processors
 
+    @property
+    def keeps_states(self) -> bool:
+        return self._backend.keeps_states
+
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         logits = self._backend.logits(batch)
         own = [context.sampling_params.logits_processors or () for context in self.sampling]

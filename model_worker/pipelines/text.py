@@ -141,7 +141,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         if SpeechTokenFiles.read(model) is not None:
             processors = {**processors, **order_processor()}
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
-        runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
+        runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size, max_rows=capacity.max_rows)
         runner.record(capacity.max_rows, capacity.max_model_len, max_batch_tokens)
         # Costs nothing before the first request that has a grammar.
         fork_server = mask_process.fork_server(str(model), capacity.max_rows)
@@ -305,7 +305,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         elif row.computed == tokens.processed_length and np.array_equal(row.tokens, tokens.all):
             return []
         processed = tokens.processed_length
-        if processed > row.computed or not np.array_equal(row.tokens[:processed], tokens.all[:processed]):
+        # A recurrent state stands for the tokens that are computed, and cannot go back.
+        goes_on = processed == row.computed if self._runner.loaded.recurrent else processed <= row.computed
+        if not goes_on or not np.array_equal(row.tokens[:processed], tokens.all[:processed]):
             tokens.rewind_processing(processed)
         self._dropped.append(row.index)
         row.computed = tokens.processed_length

@@ -32,6 +32,7 @@ from model_worker.loading.weights import (
     reported_weights,
 )
 from model_worker.model import LoadedModel, ModelRefused, Progress, check_positions, first_line, max_position_of
+from model_worker.recurrent.families import is_recurrent
 from model_worker.tensor_parallel.plan import SplitPlan, split_plan
 from model_worker.tensor_parallel.shard import Joining, ReadPart, cut_model, join_parts, part_of
 from model_worker.vision.family import is_composite
@@ -96,6 +97,8 @@ def _splittable_config(source: str | Path, ranks: int) -> PreTrainedConfig:
             f"tensor_parallel {ranks}: a model that takes images or sound is not split: leave it out, or name its text "
             "model",
         )
+    if is_recurrent(config):
+        raise ModelRefused(architecture, f"tensor_parallel {ranks}: recurrent layers are not split: leave it out")
     return config
 
 

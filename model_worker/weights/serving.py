@@ -22,6 +22,7 @@ from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.host_memory import trim_heap
 from model_worker.model import LoadedModel, ModelRefused
+from model_worker.recurrent.states import StateLayout
 from model_worker.runner import ModelRunner
 from shared.resources import free_memory
 from shared.weights_file import bytes_of, stamp_of
@@ -251,6 +252,7 @@ def _misfit(before: LoadedModel, after: LoadedModel) -> str:
         ("hidden_size", before.hidden_size, after.hidden_size),
         ("number of layers", len(before.attention.layout.layers), len(after.attention.layout.layers)),
         ("attention heads", before.attention.layout, after.attention.layout),
+        ("recurrent states", _states_of(before), _states_of(after)),
         ("max_position_embeddings", before.max_position, after.max_position),
         ("dtype", before.dtype, after.dtype),
         ("attention", before.attention_name, after.attention_name),
@@ -260,6 +262,10 @@ def _misfit(before: LoadedModel, after: LoadedModel) -> str:
         if own != new:
             return f"the new weights have {name} {new}, and those that are served {own}: start a server with them"
     return ""
+
+
+def _states_of(loaded: LoadedModel) -> StateLayout | None:
+    return None if loaded.recurrent is None else loaded.recurrent.layout
 
 
 def _reason(error: Exception) -> str:

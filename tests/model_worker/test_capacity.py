@@ -6,6 +6,7 @@ import pytest
 
 from model_worker.capacity import Capacity, capacity_for
 from model_worker.model import LoadedModel
+from tests.model_worker.recurrent.tiny_hybrids import tiny_hybrid
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import load
 
@@ -30,6 +31,22 @@ def test_memory_that_no_request_could_fill_is_not_taken(loaded: LoadedModel) -> 
 
 def test_little_memory_bounds_the_length(loaded: LoadedModel) -> None:
     assert capacity_for(loaded, memory_for(loaded, 5), None, 8, BLOCK) == Capacity(5, BLOCK, 8, 80)
+
+
+def test_recurrent_states_are_taken_from_the_memory(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    hybrid = load(tiny_hybrid("lfm2", tmp_path_factory.getbasetemp()))
+    assert hybrid.recurrent is not None
+    state, block = hybrid.recurrent.layout.bytes_per_row, memory_for(hybrid, 1)
+    assert state == 3 * 48 * 3 * 4
+    assert capacity_for(hybrid, 9 * block + 3 * state, None, 3, BLOCK) == Capacity(9, BLOCK, 3, 9 * BLOCK)
+    assert "sequences run together" not in caplog.text
+    few = capacity_for(hybrid, 4 * state, None, 8, BLOCK)
+    assert (few.max_rows, few.num_blocks) == (2, 2 * state // block)
+    assert "at most 2 sequences run together, and not 8" in caplog.text
+    with pytest.raises(ValueError, match=f"the recurrent state of one sequence takes {state} bytes; raise kv_memory"):
+        capacity_for(hybrid, state, None, 8, BLOCK)
 
 
 def test_a_length_that_does_not_fit_is_refused(loaded: LoadedModel) -> None:

@@ -63,6 +63,7 @@ class Driver:
             tables,
             BLOCK_SIZE,
             logit_positions.astype(np.int64),
+            rows=np.array(members),
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from interfaces import SamplingParams, Submit, TextContext
-from tests.scheduler.simulated_worker import naive_generate
+from tests.scheduler.simulated_worker import SimulatedWorker, naive_generate
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard
 
 PROMPT = list(range(60))
@@ -35,6 +35,24 @@ def test_one_of_many_equal_prompts_is_computed() -> None:
     worker = yard.scheduler.workers[0].beginnings
     assert (worker.placed_tokens, worker.saved_tokens) == (8 * 61, 7 * 60)
     assert yard.scheduler.counters["preemptions"] == 0, "they share the blocks, so all fit in memory together"
+
+
+def test_a_worker_that_reuses_no_prefixes_computes_each_prompt() -> None:
+    yard = yard_with(0, num_blocks=160)
+    worker = SimulatedWorker(0, 1, 160, 4, 8, 100, spill_slots=20)
+    worker.hello = replace(worker.hello, reuses_prefixes=False)
+    yard.workers[0] = worker
+    assert yard.scheduler.worker_hello(worker.hello)
+    for turn in range(2):
+        for handle in range(4 * turn, 4 * turn + 4):
+            yard.submit(handle, [*PROMPT, 100 + handle], 5, [])
+        yard.drain()
+    right(yard, range(8))
+    assert not any(yard.cached.values())
+    beginnings = yard.scheduler.workers[0].beginnings
+    assert (beginnings.placed_tokens, beginnings.saved_tokens) == (8 * 61, 0)
+    assert yard.scheduler.workers[0].pool.cached == 0
+    assert not beginnings.spilled_rows.spill.slots
 
 
 def test_a_row_runs_as_soon_as_the_step_that_fills_its_blocks_is_sent() -> None:

@@ -228,7 +228,7 @@ class InProcessServer:
 
 
 def _device_step(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) -> DeviceStep:
-    runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
+    runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend, max_rows=shape.max_rows)
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
     images = image_rows(loaded)
@@ -256,4 +256,5 @@ def _hello(loaded: LoadedModel, shape: Shape, index: int, row_invariant: bool) -
         row_invariant=row_invariant,
         guesses=row_invariant,
         images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
+        reuses_prefixes=loaded.recurrent is None,
     )

@@ -12,6 +12,7 @@ import pytest
 
 from interfaces import SamplingParams, SchedulingOptions, TextContext
 from interfaces.request.sampling import LogprobMode
+from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 
@@ -61,9 +62,10 @@ def told(loaded: Any, shape: Shape, asked: Asked, crowd: Asked) -> tuple[Told, I
 
 
 # The fused stack takes blocks of 16 tokens and more.
-@pytest.mark.parametrize(("architecture", "block_size"), [("llama", 4), ("llama", 16), ("gpt2", 4)])
+@pytest.mark.parametrize(("architecture", "block_size"), [("llama", 4), ("llama", 16), ("gpt2", 4), ("qwen3_5_text", 4)])
 def test_nothing_that_runs_beside_it_matters(tmp_path: Path, architecture: str, block_size: int) -> None:
-    path = tiny_model(architecture, tmp_path, vocab_size=VOCAB, max_position_embeddings=512)
+    make = tiny_hybrid if architecture in HYBRIDS else tiny_model
+    path = make(architecture, tmp_path, vocab_size=VOCAB, max_position_embeddings=512)
     loaded = load(path, dtype="bfloat16")
     seed = random.randrange(2**31)
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ import torch
 
 from interfaces import Finish, SamplingParams
 from model_worker.model import LoadedModel
+from tests.model_worker.recurrent.tiny_hybrids import tiny_hybrid
 from tests.model_worker.tiny_models import ARCHITECTURES, VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 
@@ -66,9 +67,10 @@ def long_answers(loaded: LoadedModel) -> tuple[int, list[list[int]], list[list[i
     raise AssertionError("a hundred random sets of prompts in a row are answered briefly")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+# With recurrent layers of each kind.
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "lfm2", "qwen3_5_text", "falcon_h1"])
 def test_greedy_tokens_equal_generate(arch: str, models: Path) -> None:
-    loaded = load(tiny_model(arch, models))
+    loaded = load(tiny_model(arch, models) if arch in ARCHITECTURES else tiny_hybrid(arch, models))
     assert any(equal_and_preempted(arch, loaded) for _ in range(5)), "the blocks were meant to run out"
 
 

@@ -14,6 +14,7 @@ import torch
 from interfaces import SamplingParams
 from interfaces.request.sampling import LogprobMode
 from model_worker.model import LoadedModel
+from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import Answer, InProcessServer, Shape, load
 
@@ -70,10 +71,10 @@ def check(loaded: LoadedModel, prompt: list[int], params: SamplingParams, answer
             assert value == pytest.approx(float(row[token]), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3_moe", "granitemoehybrid"])
 def test_all_reports_equal_transformers(arch: str, tmp_path: Path) -> None:
     """Small chunks, few blocks, a warm prefix cache and two workers change nothing, and neither does preemption."""
-    loaded = load(tiny_model(arch, tmp_path, seed=1))
+    loaded = load((tiny_hybrid if arch in HYBRIDS else tiny_model)(arch, tmp_path, seed=1))
     # Whether blocks run out depends on the random lengths: a draw or two is enough, five are as good as certain.
     assert any(preempted(arch, loaded) for _ in range(5))
 

@@ -117,12 +117,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba2": ("mamba2", {**SMALL, "num_heads": 4, "head_dim": 24, "n_groups": 1, "state_size": 8}, RECURRENT),
     "jamba": ("jamba", {**SMALL, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}, RECURRENT),
     "recurrent_gemma": ("recurrent_gemma", SMALL, RECURRENT),
-    "rwkv": ("rwkv", {**SMALL, "attention_hidden_size": 48}, "keeps a recurrent state.*; a state for each"),
-    "qwen3_next": ("qwen3_next", {**SMALL, "layer_types": ["linear_attention", "full_attention"]}, RECURRENT),
-    "lfm2": (
-        "lfm2",
-        {**SMALL, "layer_types": ["conv", "full_attention"]},
-        "conv are not full or .*, and a state for each",
+    "rwkv": ("rwkv", {**SMALL, "attention_hidden_size": 48}, "keeps a recurrent state, and a state of each"),
+    "minimax": ("minimax", {**SMALL, "num_local_experts": 2}, RECURRENT),
+    "granite without attention": (
+        "granitemoehybrid",
+        {**SMALL, "layer_types": ["mamba", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 24},
+        "all its layers are recurrent, and a model without any attention is not served",
+    ),
+    "granite with limits": (
+        "granitemoehybrid",
+        {
+            **SMALL,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 24,
+            "time_step_limit": [0.0, 0.1],
+        },
+        r"time_step_limit \[0.0, 0.1\], which transformers applies to prompts alone",
     ),
     "llama4": (
         "llama4_text",
@@ -149,27 +160,6 @@ def test_families_that_cannot_be_served_are_refused(family: str, tmp_path: Path)
         load(tmp_path)
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
     assert str(refusal.value).startswith(f"{architecture} cannot be served: ")
-
-
-# Models of attention and of layers with a recurrent state, by the names of their configs.
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "falcon_h1": {},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 24},
-    "kimi_linear": {},
-    "minimax": {},
-    "nemotron_h": {},
-    "olmo_hybrid": {},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
-}
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_hybrids_are_refused_by_what_is_missing_before_any_weight_is_read(family: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(family, **SMALL, **HYBRIDS[family])
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelRefused, match=r"its layers of type .*, and a state for each sequence beside the KV cache"):
-        load(tmp_path)
 
 
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Models with recurrent layers give the tokens and log-probabilities of transformers, whatever a pass looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model_worker.batch import ForwardBatch
+from model_worker.loading.recurrent import NO_LIMIT
+from model_worker.recurrent.families import proven_names
+from model_worker.runner import ModelRunner
+from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
+from tests.model_worker.test_runner import BLOCK_SIZE, NEW_TOKENS, Driver, load
+from tests.model_worker.tiny_models import VOCAB
+
+PROMPTS = 7
+
+
+def prompts(rng: np.random.Generator) -> list[list[int]]:
+    """Some of one token, and one that is longer than the pieces of every kind of mixer."""
+    lengths = [1, 2, *rng.integers(3, 40, PROMPTS - 3), 90]
+    return [[int(token) for token in rng.integers(3, VOCAB, length)] for length in lengths]
+
+
+def reference(path: Path) -> Any:
+    """transformers' model. Its Mambas limit time steps of prompts as little as those of single tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = NO_LIMIT
+    return model
+
+
+def generated(model: Any, texts: list[list[int]]) -> list[list[int]]:
+    answers = (model.generate(torch.tensor([text]), do_sample=False, max_new_tokens=NEW_TOKENS) for text in texts)
+    return [answer[0, -NEW_TOKENS:].tolist() for answer in answers]
+
+
+def test_every_served_architecture_is_compared() -> None:
+    assert proven_names() == ", ".join(sorted(HYBRIDS))
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rng = np.random.default_rng()
+    path = tiny_hybrid(arch, tmp_path_factory.getbasetemp())
+    model = reference(path)
+    texts = prompts(rng)
+    expected = generated(model, texts)
+    assert len({token for text in expected for token in text}) > 15, "the random model repeats itself"
+    loaded = load(path)
+    assert loaded.recurrent is not None
+    blocks = sum(-(-(len(text) + NEW_TOKENS) // BLOCK_SIZE) for text in texts)
+    assert Driver(ModelRunner(loaded, blocks, BLOCK_SIZE), texts, rng).run() == expected
+
+
+def one(tokens: list[int], first: int, row: int) -> ForwardBatch:
+    """A pass over tokens of one row from index `first` on."""
+    count = len(tokens) - first
+    table = np.arange(16)[None] + 16 * row
+    whole = np.array([len(tokens)])
+    every = np.arange(count)
+    return ForwardBatch.build(
+        np.array(tokens[first:]), np.array([count]), whole, table, BLOCK_SIZE, every, rows=np.array([row])
+    )
+
+
+def test_a_row_that_begins_knows_nothing_of_its_predecessor(tmp_path_factory: pytest.TempPathFactory) -> None:
+    rng = np.random.default_rng()
+    backend = ModelRunner(load(tiny_hybrid("qwen3_next", tmp_path_factory.getbasetemp())), 32, BLOCK_SIZE).backend
+    text, other = ([int(token) for token in rng.integers(3, VOCAB, 20)] for _ in range(2))
+    fresh = backend.logits(one(text, 0, 0)).clone()
+    backend.logits(one(other, 0, 1))
+    assert torch.equal(backend.logits(one(text, 0, 1)), fresh)
+
+
+def test_a_state_is_not_used_for_other_tokens_than_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No answer comes of a beginning that was taken from elsewhere, or of a token that was taken back."""
+    backend = ModelRunner(load(tiny_hybrid("lfm2", tmp_path_factory.getbasetemp())), 32, BLOCK_SIZE).backend
+    text = list(range(3, 23))
+    backend.logits(one(text[:12], 0, 0))
+    for first in (8, 16):
+        with pytest.raises(RuntimeError, match=rf"row 0 goes on behind {first} tokens, and .* stands for 12"):
+            backend.logits(one(text, first, 0))
+    backend.logits(one(text, 12, 0))
