@@ -3,8 +3,9 @@
 What a pass needs beside weights and K/V grows with its tokens, so a part needs less. A row that fails by itself gets an
 error of its own; the others go on, and no request is taken for one that ends workers. K and V of a part that was
 computed twice are the same. A step that cannot be repeated exactly fails as a whole, and ends the worker: one with
-isolated rows, whose bits would change with the parts, one that failed after it had drawn tokens for rows that
-remember them, and any of a model with recurrent states, which some layers have advanced. Knows steps and rows; does not know what computes.
+isolated rows, whose bits would change with the parts, one that failed after it had drawn tokens for rows that remember
+them, and any of a model with recurrent states, which some layers have advanced. Knows steps and rows; does not know
+what computes.
 """
 
 from __future__ import annotations

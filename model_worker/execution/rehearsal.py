@@ -96,7 +96,9 @@ class Rehearsal:
         tokens = np.zeros(int(lengths.sum()), np.int64)
         # All sequences share one block, and the recurrent state of one row.
         rows = np.zeros(len(lengths), np.int64)
-        return ForwardBatch.build(tokens, lengths, lengths + before, tables, size, wanted, self._loaded.device, rows=rows)
+        return ForwardBatch.build(
+            tokens, lengths, lengths + before, tables, size, wanted, self._loaded.device, rows=rows
+        )
 
     def _draw(self, logits: torch.Tensor) -> None:
         sampler = SamplerRows(self._rows, self._loaded.vocab_size, self._loaded.device)

@@ -150,7 +150,8 @@ def _refuse_layers(name: str, config: PreTrainedConfig, stateful: bool) -> None:
         # Of the others, attention in chunks alone keeps no state.
         more = "" if other == ["chunked_attention"] else f"; {known}"
         raise ModelRefused(
-            name, f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache{more}"
+            name,
+            f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache{more}",
         )
     # A hybrid architecture may be configured without its recurrent layers; if it is, its layer types say so.
     if stateful and not layer_types:

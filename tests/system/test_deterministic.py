@@ -62,7 +62,10 @@ def told(loaded: Any, shape: Shape, asked: Asked, crowd: Asked) -> tuple[Told, I
 
 
 # The fused stack takes blocks of 16 tokens and more.
-@pytest.mark.parametrize(("architecture", "block_size"), [("llama", 4), ("llama", 16), ("gpt2", 4), ("qwen3_5_text", 4)])
+CASES = [("llama", 4), ("llama", 16), ("gpt2", 4), ("qwen3_5_text", 4)]
+
+
+@pytest.mark.parametrize(("architecture", "block_size"), CASES)
 def test_nothing_that_runs_beside_it_matters(tmp_path: Path, architecture: str, block_size: int) -> None:
     make = tiny_hybrid if architecture in HYBRIDS else tiny_model
     path = make(architecture, tmp_path, vocab_size=VOCAB, max_position_embeddings=512)

@@ -40,9 +40,7 @@ def test_rows_of_a_pass_have_their_own_adapters(tmp_path_factory: pytest.TempPat
         blocks = np.arange(BLOCKS)[None] + BLOCKS * rows[:, None]
         shape = blocks, BLOCK_SIZE, np.cumsum(lengths) - 1
         handles = np.array(HANDLES, np.int32)
-        batch = ForwardBatch.build(
-            np.concatenate(chunks), lengths, np.array(ends), *shape, adapters=handles, rows=rows
-        )
+        batch = ForwardBatch.build(np.concatenate(chunks), lengths, np.array(ends), *shape, adapters=handles, rows=rows)
         return backend.logits(batch)
 
     prompts = logits([0] * len(texts), list(LENGTHS)).clone()

@@ -1,4 +1,4 @@
-"""Tiny models with recurrent layers and attention, with random weights: one config of each architecture that is served."""
+"""Tiny models with recurrent layers and attention, with random weights: one config of each served architecture."""
 
 from __future__ import annotations
 
