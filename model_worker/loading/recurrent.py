@@ -86,8 +86,9 @@ def limit_time_steps(model: PreTrainedModel) -> None:
             "[0.0, Infinity] is served",
         )
     for module in model.modules():
+        mamba: Any = module
         if hasattr(module, "time_step_limit"):
-            module.time_step_limit = NO_LIMIT
+            mamba.time_step_limit = NO_LIMIT
 
 
 @contextmanager

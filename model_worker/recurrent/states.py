@@ -23,7 +23,7 @@ class StateKey(NamedTuple):
 
     kind: str
     layer: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
