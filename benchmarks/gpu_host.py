@@ -39,10 +39,12 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "penalised": {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "biased": {"temperature": 0.8, "logit_bias": {5: 1.0}, "bad_words": [[7]], "min_new_tokens": 9},
     "log-probabilities": {"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "top_logprobs": 5},
+    "log-probabilities of what is kept": {"temperature": 0.8, "top_p": 0.9, "logprobs": LogprobMode.WARPED}
+    | {"top_logprobs": 20, "logprob_ids": (1, 2)},
 }
 _BLOCK = 16
-# Narrow: what operations of torch compute of logits, the CPU computes here.
 _VOCABULARY = 64
 _CPU = torch.device("cpu")
 

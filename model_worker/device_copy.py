@@ -27,6 +27,13 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def readable(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the array in memory of the host that kernels on the device read where it is. It must be kept until these
+    have run."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy the arrays to the device, in one copy: they are pieces of one tensor there, and keep their types."""
     if device.type == "cpu":

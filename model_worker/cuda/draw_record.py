@@ -23,7 +23,23 @@ RECORD = np.dtype(
         ("frequency", np.float64),
         ("presence", np.float64),
         ("repetition", np.float64),
+        ("rules", np.int64),  # where its rules begin among the lists of all rows,
+        ("rule_count", np.int64),  # and how many there are
+        ("restricts", np.int64),  # bits of WHILE_FREE and so on
+        ("may_stop_at", np.int64),  # the first position at which the row may end
+        ("report", np.int64),  # the row's place among those that report, or -1
+        ("logprobs", np.int64),  # a LogprobMode; NONE: nothing is reported
+        ("top_logprobs", np.int64),  # how many of the most probable tokens are
+        ("names", np.int64),  # where its named tokens begin among the lists,
+        ("name_count", np.int64),  # and how many there are
     ]
 )
 """Values that a sampler keeps as float32 are exact as float64."""
 NAMES = RECORD.names or ()
+
+# Bits of `restricts`: some tokens may not come once the row may end, or before that; and none but those that are
+# allowed.
+WHILE_FREE, WHILE_HELD, LIMITED = 1, 2, 4
+# A rule is eight bytes: a bias as float32 in the upper half, and below it a token with these bits.
+TOKEN_BITS = 28
+STOPS, BAD, ALLOWED = 1 << 28, 1 << 29, 1 << 30

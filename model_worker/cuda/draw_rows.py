@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from interfaces import LogprobMode
 from model_worker.cuda.draw_record import NAMES
 
 # triton leaves its decorator untyped.
@@ -30,6 +31,17 @@ WHOLE_SEQUENCE = tl.constexpr(NAMES.index("whole_sequence"))
 FREQUENCY = tl.constexpr(NAMES.index("frequency"))
 PRESENCE = tl.constexpr(NAMES.index("presence"))
 REPETITION = tl.constexpr(NAMES.index("repetition"))
+RULES = tl.constexpr(NAMES.index("rules"))
+RULE_COUNT = tl.constexpr(NAMES.index("rule_count"))
+RESTRICTS = tl.constexpr(NAMES.index("restricts"))
+MAY_STOP_AT = tl.constexpr(NAMES.index("may_stop_at"))
+REPORT = tl.constexpr(NAMES.index("report"))
+LOGPROBS = tl.constexpr(NAMES.index("logprobs"))
+TOP_LOGPROBS = tl.constexpr(NAMES.index("top_logprobs"))
+NAMED = tl.constexpr(NAMES.index("names"))
+NAME_COUNT = tl.constexpr(NAMES.index("name_count"))
+TEMPERED = tl.constexpr(LogprobMode.TEMPERED)
+WARPED = tl.constexpr(LogprobMode.WARPED)
 
 
 @_jit

@@ -17,9 +17,11 @@ import triton.language as tl
 from model_worker.cuda.draw_rows import (
     GREEDY,
     LOG_MIN_P,
+    LOGPROBS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    WARPED,
     integer,
     largest_of_row,
     real,
@@ -205,7 +207,7 @@ def edge_kernel(
     """Find where a row's kept tokens end: all above edges[row], and the first ties[row] of those equal to it.
 
     `ties` is the width where all of them are kept; row_tops[row] is the row's largest logit, or NaN where nothing is
-    drawn. Programs: row.
+    drawn and the mass of kept tokens is not reported. Programs: row.
     """
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * row_stride
@@ -236,4 +238,5 @@ def edge_kernel(
             edge, tied = _edge_among(source, width, top, temperature, k, p, least, total, width, BLOCK)
     tl.store(edges + row, edge)
     tl.store(ties + row, tied)
-    tl.store(row_tops + row, tl.where(is_finite & (integer(records, row, GREEDY) == 0), top, float("nan")))
+    is_read = (integer(records, row, GREEDY) == 0) | (integer(records, row, LOGPROBS) == WARPED)
+    tl.store(row_tops + row, tl.where(is_finite & is_read, top, float("nan")))

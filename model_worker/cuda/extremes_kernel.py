@@ -1,7 +1,8 @@
-"""A Triton kernel that reads all logits once: it applies masks and penalties, and finds the largest of each tile.
+"""A Triton kernel that reads all logits once: it applies masks, penalties and rules, and finds the largest of each
+tile.
 
-With these the other kernels of a draw skip tiles that have nothing to draw from. Knows columns; knows no requests and
-no batch.
+With these the other kernels of a draw skip tiles that have nothing to draw from. For rows that report log-probabilities
+it sums up each tile, too. Knows columns; knows no requests and no batch.
 """
 
 from __future__ import annotations
@@ -11,20 +12,39 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from model_worker.cuda import draw_record
 from model_worker.cuda.draw_rows import (
     FREQUENCY,
+    LOGPROBS,
     MASK,
+    MAY_STOP_AT,
     POSITION,
     PRESENCE,
     REPETITION,
+    RESTRICTS,
+    RULE_COUNT,
+    RULES,
     SLOT,
+    TEMPERATURE,
+    TEMPERED,
     WHOLE_SEQUENCE,
     integer,
     real,
+    scaled,
 )
 
 # triton leaves its decorator untyped.
 _jit: Any = triton.jit
+
+_TOKENS = tl.constexpr((1 << draw_record.TOKEN_BITS) - 1)
+_STOPS = tl.constexpr(draw_record.STOPS)
+_BAD = tl.constexpr(draw_record.BAD)
+_ALLOWED = tl.constexpr(draw_record.ALLOWED)
+_WHILE_FREE = tl.constexpr(draw_record.WHILE_FREE)
+_WHILE_HELD = tl.constexpr(draw_record.WHILE_HELD)
+_LIMITED = tl.constexpr(draw_record.LIMITED)
+# Rules that are applied at a time.
+_RULES = tl.constexpr(128)
 
 
 @_jit
@@ -54,15 +74,78 @@ def _penalised(x, number, records, row):
     return tl.where(number > 0, changed, x)
 
 
-@_jit(do_not_specialize=["words", "tiles", "masked", "penalised"])
+@_jit
+def _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, inside, COPY: tl.constexpr):
+    """Return a row's logits at some tokens, masked, and with COPY penalised."""
+    x = tl.load(source + at, mask=inside, other=float("-inf")).to(tl.float32)
+    if mask >= 0:
+        x = _allowed(x, source, masks + mask * words, at, inside & (at // 32 < words))
+    if COPY:  # noqa: SIM102 - it is known when this is compiled, and the slot is not
+        if slot >= 0:
+            number = tl.load(counts + slot * count_stride + at, mask=inside, other=0)
+            if tl.max(number, 0) > 0:
+                x = _penalised(x, number, records, row)
+    return x
+
+
+@_jit
+def _write_ruled(
+    to,
+    lists,
+    source,
+    records,
+    row,
+    masks,
+    mask,
+    words,
+    counts,
+    slot,
+    count_stride,
+    start,
+    width,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write a part of a row, from token `start` on, as the row's rules have it: biases are added, and what may not come
+    is -inf."""
+    is_held = integer(records, row, POSITION) < integer(records, row, MAY_STOP_AT)
+    restricts = integer(records, row, RESTRICTS)
+    limited = (restricts & _LIMITED) != 0
+    restricts = (restricts & tl.where(is_held, _WHILE_HELD, _WHILE_FREE)) != 0
+    for block in range(BLOCKS):
+        at = start + block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < width
+        x = _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, inside, True)
+        tl.store(to + at, tl.where(restricts & limited, float("-inf"), x), mask=inside)
+    # All threads of the program write to what others of them have written, and read it.
+    tl.debug_barrier()
+    first = integer(records, row, RULES)
+    count = integer(records, row, RULE_COUNT)
+    for begin in range(0, count, _RULES):
+        place = begin + tl.arange(0, _RULES)
+        rule = tl.load(lists + first + place, mask=place < count, other=0)
+        at = (rule & _TOKENS).to(tl.int32)
+        own = (place < count) & (at >= start) & (at < start + BLOCK * BLOCKS)
+        x = _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, own, True)
+        x = x + (rule >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        forbidden = is_held & ((rule & _STOPS) != 0)
+        forbidden = forbidden | (restricts & ((rule & _BAD) != 0))
+        forbidden = forbidden | (restricts & limited & ((rule & _ALLOWED) == 0))
+        tl.store(to + at, tl.where(forbidden, float("-inf"), x), mask=own)
+    tl.debug_barrier()
+
+
+@_jit(do_not_specialize=["words", "tiles", "masked", "penalised", "ruled"])
 def extremes_kernel(
     tops,
     firsts,
+    masses,
     changed,
     logits,
     records,
     masks,
     counts,
+    lists,
     row_stride,
     changed_stride,
     count_stride,
@@ -71,35 +154,63 @@ def extremes_kernel(
     tiles,
     masked,
     penalised,
+    ruled,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Find the largest logit of each tile of BLOCK tokens, NaN if one is no number, and its first token.
+    """Find the largest logit of each tile of BLOCK tokens, NaN if one is no number, and its first token; and for rows
+    that report as TEMPERED the sum of exponentials of what is below it, scaled.
 
     Where `masked` is not 0 the forbidden logits become -inf in place; with COPY `changed` gets the logits as float32,
-    and where `penalised` is not 0 penalised. Programs: row, part of BLOCKS tiles.
+    where `penalised` is not 0 penalised, and where `ruled` is not 0 as rules have them. Programs: row, part of BLOCKS
+    tiles.
     """
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * row_stride
+    to = changed + row.to(tl.int64) * changed_stride
     mask = tl.where(masked != 0, integer(records, row, MASK), -1)
     slot = tl.where(penalised != 0, integer(records, row, SLOT), -1)
+    reports = integer(records, row, LOGPROBS) == TEMPERED
+    temperature = real(records, row, TEMPERATURE).to(tl.float32)
+    has_rules = False
+    if COPY:
+        has_rules = (ruled != 0) & (integer(records, row, RULE_COUNT) > 0)
+        if has_rules:
+            start = tl.program_id(1) * BLOCKS * BLOCK
+            _write_ruled(
+                to,
+                lists,
+                source,
+                records,
+                row,
+                masks,
+                mask,
+                words,
+                counts,
+                slot,
+                count_stride,
+                start,
+                width,
+                BLOCK,
+                BLOCKS,
+            )
     for block in range(BLOCKS):
         tile = tl.program_id(1) * BLOCKS + block
         at = tile * BLOCK + tl.arange(0, BLOCK)
         inside = at < width
-        x = tl.load(source + at, mask=inside, other=float("-inf")).to(tl.float32)
-        if mask >= 0:
-            x = _allowed(x, source, masks + mask * words, at, inside & (at // 32 < words))
-        if COPY:
-            if slot >= 0:
-                number = tl.load(counts + slot * count_stride + at, mask=inside, other=0)
-                if tl.max(number, 0) > 0:
-                    x = _penalised(x, number, records, row)
-            tl.store(changed + row.to(tl.int64) * changed_stride + at, x, mask=inside)
+        if has_rules:
+            x = tl.load(to + at, mask=inside, other=float("-inf")).to(tl.float32)
+        else:
+            x = _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, inside, COPY)
+            if COPY:
+                tl.store(to + at, x, mask=inside)
         if tile < tiles:
             largest = tl.max(tl.where(x == x, x, float("-inf")), 0)
             first = tl.min(tl.where(x == largest, at, 2147483647), 0)
             is_number = tl.sum((x != x).to(tl.int32), 0) == 0
             tl.store(tops + row * tiles + tile, tl.where(is_number, largest, float("nan")))
             tl.store(firsts + row * tiles + tile, first)
+            if reports:
+                below = tl.where(x > float("-inf"), scaled(x, largest, temperature), float("-inf"))
+                tl.store(masses + row * tiles + tile, tl.sum(tl.exp(below).to(tl.float64), 0))

@@ -1,4 +1,5 @@
-"""A Triton kernel that ends a draw: a row's token from those of its parts, put where the next step finds it.
+"""A Triton kernel that ends a draw: a row's token from those of its parts, put where the next step finds it, and what
+the row reports of it.
 
 Knows columns; knows no requests and no batch.
 """
@@ -10,36 +11,50 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from model_worker.cuda.draw_rows import GREEDY, PLACE, SLOT, integer, largest_of_row
+from model_worker.cuda.draw_rows import GREEDY, PLACE, REPORT, SLOT, integer, largest_of_row
+from model_worker.cuda.report_rows import report
 
 # triton leaves its decorator untyped.
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["tiles", "parts", "draws", "keeps", "counted"])
+@_jit(do_not_specialize=["tiles", "parts", "draws", "keeps", "counted", "most", "report_words"])
 def finish_kernel(
     tokens,
+    reports,
     last_tokens,
     counts,
     tops,
     firsts,
+    masses,
+    kept_masses,
+    edges,
+    ties,
     scores,
     picked,
+    logits,
+    lists,
     records,
+    row_stride,
     count_stride,
+    width,
     tiles,
     parts,
     draws,
     keeps,
     counted,
+    most,
+    report_words,
+    REPORTS: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write a row's token, -1 where its largest logit is not finite. Programs: row.
 
     It is the first of the largest logit, or of the largest score where the step `draws` and the row is not greedy.
     `keeps`: the last token of the row's place becomes it, and 0 for a bad row. `counted`: it is counted, if the row
-    counts.
+    counts. With REPORTS a row that reports has the next `report_words` of `reports`; of a bad row these are anything.
     """
     row = tl.program_id(0)
     top, is_finite = largest_of_row(tops, row, tiles, TILES)
@@ -62,3 +77,29 @@ def finish_kernel(
     if (counted != 0) & (slot >= 0):
         to = counts + slot * count_stride + token
         tl.store(to, tl.load(to) + 1)
+    if REPORTS:
+        place = integer(records, row, REPORT)
+        if is_finite & (place >= 0):
+            source = logits + row.to(tl.int64) * row_stride
+            to_report = reports + place * report_words
+            report(
+                to_report,
+                token,
+                source,
+                tops,
+                masses,
+                kept_masses,
+                edges,
+                ties,
+                lists,
+                records,
+                row,
+                top,
+                most,
+                width,
+                tiles,
+                parts,
+                TILES,
+                PARTS,
+                BLOCK,
+            )

@@ -1,4 +1,4 @@
-"""A Triton kernel that draws in each part of a row, with noise for the tokens that are kept.
+"""A Triton kernel that draws in each part of a row, with noise for the tokens that are kept, and sums these up.
 
 The noise is that of sampling/rng.py. Knows columns; knows no requests and no batch.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from model_worker.cuda.draw_rows import POSITION, SEED, TEMPERATURE, integer, real, scaled
+from model_worker.cuda.draw_rows import LOGPROBS, POSITION, SEED, TEMPERATURE, WARPED, integer, real, scaled
 
 # triton leaves its decorator untyped.
 _jit: Any = triton.jit
@@ -34,6 +34,7 @@ def _mix(value):
 def pick_kernel(
     scores,
     picked,
+    kept_masses,
     logits,
     tops,
     row_tops,
@@ -47,14 +48,17 @@ def pick_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Find the kept token of the largest logit and noise in a part of a row. Programs: row, part of BLOCKS tiles."""
+    """Find the kept token of the largest logit and noise in a part of a row; and for rows that report as WARPED the
+    sum of exponentials of the kept ones. Programs: row, part of BLOCKS tiles."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
     top = tl.load(row_tops + row)
     best = tl.zeros([], tl.float64) + float("-inf")
     token = tl.zeros([], tl.int64)
+    mass = tl.zeros([], tl.float64)
     if top == top:
+        reports = integer(records, row, LOGPROBS) == WARPED
         temperature = real(records, row, TEMPERATURE).to(tl.float32)
         edge = tl.load(edges + row)
         tied = tl.load(ties + row)
@@ -77,6 +81,8 @@ def pick_kernel(
                 equal = (x == edge) & (at < width)
                 kept = (x > edge) | (equal & (before + tl.cumsum(equal.to(tl.int32), 0) <= tied))
                 before += tl.sum(equal.to(tl.int32), 0)
+                if reports:
+                    mass += tl.sum(tl.where(kept, tl.exp(x), 0.0).to(tl.float64), 0)
                 if tl.sum(kept.to(tl.int32), 0) > 0:
                     mixed = _mix(key + (at + 1).to(tl.uint64) * _GOLDEN)
                     uniform = ((mixed >> 12).to(tl.float64) + 0.5) * _STEP
@@ -87,3 +93,4 @@ def pick_kernel(
                     best = tl.maximum(best, largest)
     tl.store(scores + row * parts + part, best)
     tl.store(picked + row * parts + part, token)
+    tl.store(kept_masses + row * parts + part, mass)

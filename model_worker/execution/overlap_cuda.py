@@ -32,12 +32,12 @@ class _Launched(NamedTuple):
 
     ahead: Ahead
     began: Mark
-    copied: list[Download]
+    copied: Download
 
     def read(self) -> tuple[Sampled, int]:
         """Wait for the choices. Returns them, and the microseconds that the device took for pass and draw."""
-        sampled = Sampled.of(*self.ahead.read([each.wait() for each in self.copied]))
-        return sampled, self.copied[-1].done.us_since(self.began)
+        sampled = Sampled.of(*self.ahead.read(self.copied.wait()))
+        return sampled, self.copied.done.us_since(self.began)
 
 
 class OverlapCuda:
@@ -59,8 +59,9 @@ class OverlapCuda:
         if grammars is not None and not grammars.constrain(rows).any():
             grammars = None
         with torch.inference_mode():
-            # What the draw takes of the rows goes along, unless it has to wait for masks.
-            drawing = shared.sampler.arrays(rows, packed.positions) if grammars is None else []
+            # What the draw takes of the rows goes along. Masks, which are not known yet, do not.
+            masked = None if grammars is None else np.flatnonzero(grammars.constrain(rows))
+            drawing = shared.sampler.arrays(rows, packed.positions, masked=masked)
             batch = self._batch(packed, drawing)
             logits, there = shared.backend.logits(batch)[: len(packed.sampling)], batch.drawing
             masks = None
@@ -70,7 +71,9 @@ class OverlapCuda:
                 masks, failed = grammars.of(rows)
                 shared.refused |= failed
                 arrays = shared.sampler.arrays(rows, packed.positions, masks)
-                there = tuple(upload_together(arrays, logits.device))
+                # Rows have gone on, a mask is missing, or it leaves nothing but what other rules forbid.
+                if not np.array_equal(arrays[0], drawing[0]):
+                    there = tuple(upload_together(arrays, logits.device))
             errors = shared.refusals(rows)
             launched = self._draw(packed, rows, logits, began, there, masks)
         number = shared.rows.launch(packed)
@@ -109,7 +112,7 @@ class OverlapCuda:
         if self._shared.sampler.needs_host(rows):
             # What was drawn is counted: a second launch would count it again.
             self._shared.repeatable = False
-        return _Launched(ahead, began, [Download(tensor) for tensor in ahead.tensors])
+        return _Launched(ahead, began, Download(ahead.memory))
 
     def _forced(self, rows: NDArray[np.int32], sampled: Sampled, number: int) -> dict[int, list[int]]:
         """Tell grammars what was drawn for rows that have not gone to others. Returns the tokens that they force."""

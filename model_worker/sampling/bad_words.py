@@ -25,3 +25,8 @@ class BadWords:
         """Return the tokens that may not come next."""
         recent = list(self._recent)
         return [last for begin, last in self._sequences if recent[len(recent) - len(begin) :] == begin]
+
+    @property
+    def single(self) -> list[int]:
+        """The tokens that may never come."""
+        return [last for begin, last in self._sequences if not begin]

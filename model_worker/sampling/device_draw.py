@@ -5,9 +5,8 @@ Both give what `host_draw.py` gives. Knows rows of logits and of values; not how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,25 +19,14 @@ from model_worker.sampling import draw_cuda
 from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
 from model_worker.sampling.columns import forbid
 from model_worker.sampling.device_penalties import DevicePenaltyStage
-from model_worker.sampling.draw import Edge
-from model_worker.sampling.draw_records import RowMasks
+from model_worker.sampling.device_rules import DeviceRuleStage
 from model_worker.sampling.draw_triton import DrawStep, TritonDraw
 from model_worker.sampling.logprobs import Wanted
 from model_worker.sampling.row_values import choices_of
-from model_worker.sampling.scaling import change_and_scale, shift_and_divide
+from model_worker.sampling.scaling import change_and_scale
 from model_worker.sampling.stages import AnyStage
 
 _PLACE = NAMES.index("place")
-
-
-class Drawn(NamedTuple):
-    """The tokens of a step, i64[rows] on the device, and what its reports need of some of its rows."""
-
-    tokens: torch.Tensor
-    # Their logits, shifted and scaled, as a copy.
-    logits_of: Callable[[NDArray[np.intp]], torch.Tensor]
-    # Where their kept tokens end, given these logits.
-    edges_of: Callable[[torch.Tensor, NDArray[np.intp]], Edge]
 
 
 @dataclass(frozen=True)
@@ -50,9 +38,12 @@ class RowsAhead:
     positions: NDArray[np.int64]
     # Those that need more than their largest logit.
     worked: NDArray[np.bool_]
-    # As `RecordTable.arrays` has them.
-    there: Sequence[torch.Tensor]
-    masks: RowMasks | None
+    # As `RecordTable.arrays` has them; all rows' lists.
+    records: torch.Tensor
+    lists: torch.Tensor | None
+    # Places of rows with bitmasks, and these.
+    masked: NDArray[np.int64] | None
+    masks: torch.Tensor | None
     # i64[all rows], on the device.
     last_tokens: torch.Tensor | None
 
@@ -68,7 +59,9 @@ class DeviceDraw:
     """Draws without a wait. `stages` and `wanted` are the sampler's own, and change."""
 
     stages: Sequence[AnyStage]
+    # Those that kernels know; None: the device is a CPU's, and has operations alone.
     penalties: DevicePenaltyStage | None
+    rules: DeviceRuleStage | None
     # What rows want reported, by row.
     wanted: Mapping[int, Wanted]
     # None: operations draw.
@@ -81,46 +74,30 @@ class DeviceDraw:
         if not len(step.rows):
             return Ahead(torch.empty(0, dtype=torch.int64, device=logits.device))
         if self.kernels is None:
-            drawn = self._by_operations(logits, step)
-            counted = False
-        else:
-            # Memory for reports may be missing: then nothing was counted, and the step can be repeated.
-            counted = asked is None
-            drawn = self._by_kernels(self.kernels, logits, step, counted)
-        ahead = Ahead(drawn.tokens) if asked is None else _reported(drawn, asked, step, logits.shape[1])
-        for stage in () if counted else self.stages:
-            stage.launched(step.rows, drawn.tokens)
-        return ahead
+            return self._by_operations(logits, step, asked)
+        return self._by_kernels(self.kernels, logits, step, asked)
 
-    def _by_kernels(self, kernels: TritonDraw, logits: torch.Tensor, step: RowsAhead, counted: bool) -> Drawn:
-        penalties = self.penalties
-        rules = [stage for stage in self.stages if stage is not penalties and stage.holds(step.rows)]
-
-        def change(changed: torch.Tensor) -> None:
-            for stage in rules:
-                stage.apply(changed, step.rows, step.positions)
-
+    def _by_kernels(
+        self, kernels: TritonDraw, logits: torch.Tensor, step: RowsAhead, asked: AskingRows | None
+    ) -> Ahead:
+        penalties, rules = self.penalties, self.rules
+        size = None if asked is None else asked.size(logits.shape[1])
         drawing = DrawStep(
-            records=step.there[0],
+            records=step.records,
             draws=bool((step.drawn | (step.values["logprobs"] == LogprobMode.WARPED)).any()),
-            masks=None if step.masks is None else step.there[1],
+            masks=step.masks,
             counts=penalties.counts if penalties is not None and penalties.holds(step.rows) else None,
-            counts_tokens=counted,
-            rules=change if rules else None,
+            rules=rules is not None and rules.holds(step.rows),
+            lists=step.lists,
+            reports=size,
             last_tokens=step.last_tokens,
         )
-        tokens, source = kernels.draw(logits, drawing)
+        tokens, packed = kernels.draw(logits, drawing)
+        return Ahead(tokens, asked, size, packed, step.masks)
 
-        def logits_of(some: NDArray[np.intp]) -> torch.Tensor:
-            found = source[upload(some, source.device)].float()
-            shift_and_divide(found, found.amax(dim=-1), step.values["temperature"][some])
-            return found
-
-        return Drawn(tokens, logits_of, lambda _, some: kernels.edges(upload(some, source.device)))
-
-    def _by_operations(self, logits: torch.Tensor, step: RowsAhead) -> Drawn:
-        if step.masks is not None:
-            forbid(logits, upload(step.masks.places, logits.device), step.there[1])
+    def _by_operations(self, logits: torch.Tensor, step: RowsAhead, asked: AskingRows | None) -> Ahead:
+        if step.masks is not None and step.masked is not None:
+            forbid(logits, upload(step.masked, logits.device), step.masks)
         values, scaled = step.values, logits
         if step.worked.any():
             scaled = logits.to(torch.float32, copy=True)
@@ -136,12 +113,11 @@ class DeviceDraw:
             tokens = tokens.index_copy(0, index, some)
         tokens = torch.where(torch.isfinite(top), tokens, -1)
         if step.last_tokens is not None:
-            step.last_tokens.index_copy_(0, step.there[0][:, _PLACE], tokens.clamp(min=0))
-
-        def edges_of(found: torch.Tensor, some: NDArray[np.intp]) -> Edge:
-            return draw_cuda.edges_of(found, choices_of(values[some], step.positions[some]))
-
-        return Drawn(tokens, lambda some: scaled[upload(some, scaled.device)], edges_of)
+            step.last_tokens.index_copy_(0, step.records[:, _PLACE], tokens.clamp(min=0))
+        ahead = Ahead(tokens) if asked is None else _reported(tokens, scaled, asked, step)
+        for stage in self.stages:
+            stage.launched(step.rows, tokens)
+        return ahead
 
     def _asked(self, step: RowsAhead) -> AskingRows | None:
         """Return the rows that report more than a token; None if there are none."""
@@ -157,18 +133,19 @@ class DeviceDraw:
         return AskingRows(index, rows, step.positions[index], tops, names, values["named"])
 
 
-def _reported(drawn: Drawn, asked: AskingRows, step: RowsAhead, width: int) -> Ahead:
-    """Add what rows report to the tokens of a step."""
+def _reported(tokens: torch.Tensor, scaled: torch.Tensor, asked: AskingRows, step: RowsAhead) -> Ahead:
+    """Add what rows report to the tokens of a step, given the logits that they were drawn from."""
 
     def logits_of(some: slice) -> torch.Tensor:
         part = asked.index[some]
-        logits = drawn.logits_of(part)
-        warped = np.flatnonzero(step.values["logprobs"][part] == LogprobMode.WARPED)
+        logits = scaled[upload(part, scaled.device)]
+        values = step.values[part]
+        warped = np.flatnonzero(values["logprobs"] == LogprobMode.WARPED)
         if len(warped):
             index = upload(warped, logits.device)
             found = logits[index]
-            kept = draw_cuda.within(found, drawn.edges_of(found, part[warped]))
+            kept = draw_cuda.kept(found, choices_of(values[warped], step.positions[part][warped]))
             logits[index] = torch.where(kept, found, -torch.inf)
         return logits
 
-    return with_reports(drawn.tokens, asked, width, logits_of)
+    return with_reports(tokens, asked, scaled.shape[1], logits_of)

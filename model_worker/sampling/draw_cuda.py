@@ -42,10 +42,12 @@ def _draw_part(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
 
 def kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
     """Return which tokens are kept: bool[rows, vocabulary]."""
-    return within(scaled, edges_of(scaled, choices))
+    edge = _edges_of(scaled, choices)
+    tied = scaled == edge.value[:, None]
+    return (scaled > edge.value[:, None]) | (tied & (tied.cumsum(-1) <= edge.ties[:, None]))
 
 
-def edges_of(scaled: torch.Tensor, choices: Choices) -> Edge:
+def _edges_of(scaled: torch.Tensor, choices: Choices) -> Edge:
     """Return where the kept tokens of each row end."""
     columns = (choices.top_k.astype(np.int64), choices.top_p, choices.log_min_p)
     asked = CutColumns(*(upload(column, scaled.device) for column in columns))
@@ -55,9 +57,3 @@ def edges_of(scaled: torch.Tensor, choices: Choices) -> Edge:
     else:
         ordered = torch.sort(scaled, descending=True).values
     return edge_in_prefix(scaled, ordered, asked)[0]
-
-
-def within(scaled: torch.Tensor, edge: Edge) -> torch.Tensor:
-    """Return which tokens are before the edges of their rows: bool[rows, vocabulary]."""
-    tied = scaled == edge.value[:, None]
-    return (scaled > edge.value[:, None]) | (tied & (tied.cumsum(-1) <= edge.ties[:, None]))

@@ -1,19 +1,23 @@
 """What a draw on a device takes of its rows, kept from step to step: only a row that comes or goes is written.
 
-Knows records and bitmasks of rows; knows no logits and no kernels.
+Knows records, bitmasks and lists of rows; knows no logits and no kernels.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from interfaces import LogprobMode
 from model_worker.cuda.draw_record import NAMES, RECORD
 
-_POSITION, _MASK = NAMES.index("position"), NAMES.index("mask")
-_OF_THE_SAMPLER = ("seed", "greedy", "temperature", "top_k", "top_p", "log_min_p")
+_POSITION, _MASK, _REPORT, _LOGPROBS = (NAMES.index(name) for name in ("position", "mask", "report", "logprobs"))
+_OF_THE_SAMPLER = ("seed", "greedy", "temperature", "top_k", "top_p", "log_min_p", "top_logprobs")
+_FREE = {"greedy": 1, "temperature": 1.0, "mask": -1, "slot": -1, "report": -1}
+_NO_LIST = np.empty(0, np.int64)
 
 
 class RowMasks(NamedTuple):
@@ -24,19 +28,32 @@ class RowMasks(NamedTuple):
 
 
 class RecordTable:
-    """The records of all rows. A free row is greedy."""
+    """The records of all rows, and what rows list: rules on tokens, and tokens that they name. A free row is greedy."""
 
     def __init__(self, max_rows: int) -> None:
         # The same memory twice: rows are quickly taken from columns of one type.
         self._words = np.zeros((max_rows, len(NAMES)), np.int64)
         self.table = self._words.view(RECORD)[:, 0]
-        self.drop(slice(None))
         self.table["place"] = np.arange(max_rows)
+        # By row: rules and names.
+        self._lists: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        # Whether the device lacks some of them.
+        self._changed = False
+        self._there: torch.Tensor | None = None
+        self._reporting: set[int] = set()
+        for row in range(max_rows):
+            self.drop(row)
 
-    def hold(self, row: int, values: NDArray[np.void] | np.void) -> None:
-        """Take a row's values, a record of ROW_VALUES."""
+    def hold(self, row: int, values: NDArray[np.void] | np.void, names: NDArray[np.int64]) -> None:
+        """Take a row's values, a record of ROW_VALUES, and the tokens whose log-probabilities it reports."""
         for name in _OF_THE_SAMPLER:
             self.table[name][row] = values[name]
+        if values["logprobs"] or values["reports"]:
+            self._reporting.add(row)
+            is_warped = values["logprobs"] == LogprobMode.WARPED
+            self.table["logprobs"][row] = LogprobMode.WARPED if is_warped else LogprobMode.TEMPERED
+        if len(names):
+            self._list(row, _NO_LIST, names)
 
     def penalise(self, row: int, slot: int, penalties: np.void) -> None:
         """Give a row its penalties, and the place of its counts."""
@@ -44,18 +61,54 @@ class RecordTable:
         for name in ("whole_sequence", "frequency", "presence", "repetition"):
             self.table[name][row] = penalties[name]
 
-    def drop(self, row: int | slice) -> None:
+    def rule(self, row: int, rules: NDArray[np.int64], restricts: int, may_stop_at: int) -> None:
+        """Give a row its rules on tokens, and how far they are in force."""
+        self.table["restricts"][row] = restricts
+        self.table["may_stop_at"][row] = may_stop_at
+        self._list(row, rules, self._lists.get(row, (_NO_LIST, _NO_LIST))[1])
+
+    def drop(self, row: int) -> None:
         """Free a row."""
-        for name, value in (("greedy", 1), ("temperature", 1.0), ("mask", -1), ("slot", -1)):
+        place = self._words[row, 0]
+        self._words[row] = 0
+        self._words[row, 0] = place
+        for name, value in _FREE.items():
             self.table[name][row] = value
+        self._lists.pop(row, None)
+        self._reporting.discard(row)
 
     def arrays(
-        self, rows: NDArray[np.int32], positions: NDArray[np.int64], masks: RowMasks | None = None
-    ) -> list[NDArray[Any]]:
-        """Return what goes to the device: the rows' records i64[rows, words], and bitmasks, if there are any."""
+        self, rows: NDArray[np.int32], positions: NDArray[np.int64], masked: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return what goes to the device: the rows' records i64[rows, words], of which those `masked` have a bitmask
+        each, in order; and the lists of all rows, or nothing, if the device has them."""
+        lists = self._joined() if self._changed else _NO_LIST
         records = self._words.take(rows, axis=0)
         records[:, _POSITION] = positions
-        if masks is None:
-            return [records]
-        records[masks.places, _MASK] = np.arange(len(masks.places))
-        return [records, masks.words]
+        if self._reporting:
+            reporting = np.flatnonzero(records[:, _LOGPROBS])
+            records[reporting, _REPORT] = np.arange(len(reporting))
+        if masked is not None:
+            records[masked, _MASK] = np.arange(len(masked))
+        return records, lists
+
+    def lists(self, sent: torch.Tensor) -> torch.Tensor | None:
+        """Return the lists of all rows on the device, of which `sent` are the last that went there."""
+        if len(sent):
+            self._there = sent
+            self._changed = False
+        return self._there
+
+    def _list(self, row: int, rules: NDArray[np.int64], names: NDArray[np.int64]) -> None:
+        self._lists[row] = rules, names
+        self._changed = True
+
+    def _joined(self) -> NDArray[np.int64]:
+        """Join the lists, and write into the records where those of a row begin."""
+        table, start, parts = self.table, 0, []
+        for row, lists in self._lists.items():
+            for name, count, part in zip(("rules", "names"), ("rule_count", "name_count"), lists, strict=True):
+                table[name][row], table[count][row] = start, len(part)
+                start += len(part)
+                parts.append(part)
+        return np.concatenate(parts) if parts else _NO_LIST

@@ -1,21 +1,20 @@
 """The draw of `draw.py` on a GPU in our own Triton kernels: no sort, and noise only for the tokens that are kept.
 
-Four launches, or two where no row is drawn: one reads all logits, applies masks and penalties
-and finds the largest of each tile; one finds where a row's kept tokens end; one draws in each part of a row; and one
-takes a row's token from those of its parts, counts it, and puts it where the next step finds it. Knows records of rows;
-knows no requests.
+Four launches, or two where no row is drawn: one reads all logits, applies masks, penalties and rules, and finds the
+largest of each tile; one finds where a row's kept tokens end; one draws in each part of a row; and one takes a row's
+token from those of its parts, counts it, puts it where the next step finds it, and writes what the row reports. Knows
+records of rows; knows no requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from model_worker.cuda.draw_record import NAMES
-from model_worker.sampling.draw import Edge
+from model_worker.sampling.ahead import ReportSize, report_start
 
 # Logits of a tile, and tiles that a program reads.
 _BLOCK = 1024
@@ -23,6 +22,8 @@ _BLOCKS = 8
 # Logits that the search for edges, in which a row has one program, reads at a time, and its warps.
 _EDGE_BLOCK = 4096
 _EDGE_WARPS = 16
+# Warps of a program that writes a row's report.
+_REPORT_WARPS = 4
 # Tokens of a row that may lie before the edge or at it, for a search among these alone.
 _ROOM = 4096
 
@@ -38,10 +39,12 @@ class DrawStep:
     masks: torch.Tensor | None = None
     # Counts i32[slots, width] of tokens, where rows are penalised.
     counts: torch.Tensor | None = None
-    # Whether the drawn tokens are counted.
-    counts_tokens: bool = True
-    # Changes logits f32[rows, width] behind the penalties.
-    rules: Callable[[torch.Tensor], None] | None = None
+    # Whether rows have rules on tokens.
+    rules: bool = False
+    # i64: those rules, and tokens that rows name.
+    lists: torch.Tensor | None = None
+    # What is reported beside tokens.
+    reports: ReportSize | None = None
     # i64[all rows]: the last token of each place.
     last_tokens: torch.Tensor | None = None
 
@@ -51,49 +54,41 @@ class _Memory(NamedTuple):
 
     tops: torch.Tensor
     firsts: torch.Tensor
+    masses: torch.Tensor
     row_tops: torch.Tensor
     edges: torch.Tensor
     ties: torch.Tensor
     scratch: torch.Tensor
     scores: torch.Tensor
     picked: torch.Tensor
+    kept_masses: torch.Tensor
 
 
 class TritonDraw:
     """Draws from logits that are `width` wide."""
 
-    def __init__(self, device: torch.device, width: int) -> None:
+    def __init__(self, device: torch.device, width: int, reads_host_memory: bool = True) -> None:
+        """`reads_host_memory`: bitmasks may lie in pinned memory of the host."""
+        self.reads_host_memory = reads_host_memory
         self._device = device
         self._width = width
         self._tiles = -(-width // _BLOCK)
         self._parts = -(-self._tiles // _BLOCKS)
         self._memory: _Memory | None = None
 
-    def draw(self, logits: torch.Tensor, step: DrawStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens i64[rows], -1 for a bad row, and the logits that they were drawn from.
-
-        Those are `logits`, in which masks were applied, or a copy as float32 if more has changed them.
-        """
+    def draw(self, logits: torch.Tensor, step: DrawStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return tokens i64[rows], -1 for a bad row; and where rows report, the memory i32 that has these tokens first,
+        and from `report_start(rows)` on the reports. Masks are applied to `logits`."""
         assert step.records.shape == (len(logits), len(NAMES))
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        source, masks, counts = logits, step.masks, step.counts
-        if counts is not None or step.rules is not None:
+        source = logits
+        if step.counts is not None or step.rules:
             source = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
-            self._extremes(logits, source, step.records, masks, counts)
-            if step.rules is not None:
-                step.rules(source)
-                self._extremes(source, None, step.records, None, None)
-        else:
-            self._extremes(logits, None, step.records, masks, None)
+        self._extremes(logits, source, step)
         if step.draws:
             self._draw(source, step.records)
-        return self._finish(step), source
-
-    def edges(self, rows: torch.Tensor) -> Edge:
-        """Return where the kept tokens of some rows of the last step end, if it had any to draw."""
-        memory = self._room(0)
-        return Edge(memory.edges[rows], memory.ties[rows])
+        return self._finish(source, step)
 
     def _room(self, rows: int) -> _Memory:
         if self._memory is None or len(self._memory.edges) < rows:
@@ -104,43 +99,42 @@ class TritonDraw:
             self._memory = _Memory(
                 tops=empty(torch.float32, self._tiles),
                 firsts=empty(torch.int32, self._tiles),
+                masses=empty(torch.float64, self._tiles),
                 row_tops=empty(torch.float32),
                 edges=empty(torch.float32),
                 ties=empty(torch.int32),
                 scratch=empty(torch.float32, _ROOM),
                 scores=empty(torch.float64, self._parts),
                 picked=empty(torch.int64, self._parts),
+                kept_masses=empty(torch.float64, self._parts),
             )
         return self._memory
 
-    def _extremes(
-        self,
-        logits: torch.Tensor,
-        changed: torch.Tensor | None,
-        records: torch.Tensor,
-        masks: torch.Tensor | None,
-        counts: torch.Tensor | None,
-    ) -> None:
+    def _extremes(self, logits: torch.Tensor, changed: torch.Tensor, step: DrawStep) -> None:
+        """Read all logits; `changed` are these, or memory for them as they are changed."""
         from model_worker.cuda.extremes_kernel import extremes_kernel
 
-        memory = self._room(len(logits))
+        memory, masks, counts = self._room(len(logits)), step.masks, step.counts
         extremes_kernel[(len(logits), self._parts)](
             memory.tops,
             memory.firsts,
-            memory.tops if changed is None else changed,
+            memory.masses,
+            memory.tops if changed is logits else changed,
             logits,
-            records,
+            step.records,
             memory.firsts if masks is None else masks,
             memory.firsts if counts is None else counts,
+            step.records if step.lists is None else step.lists,
             logits.stride(0),
-            self._width if changed is None else changed.stride(0),
+            self._width if changed is logits else changed.stride(0),
             self._width if counts is None else counts.stride(0),
             self._width,
             0 if masks is None else masks.shape[1],
             self._tiles,
             int(masks is not None),
             int(counts is not None),
-            COPY=changed is not None,
+            int(step.rules),
+            COPY=changed is not logits,
             BLOCK=_BLOCK,
             BLOCKS=_BLOCKS,
         )
@@ -170,6 +164,7 @@ class TritonDraw:
         pick_kernel[(rows, self._parts)](
             memory.scores,
             memory.picked,
+            memory.kept_masses,
             logits,
             memory.tops,
             memory.row_tops,
@@ -184,33 +179,52 @@ class TritonDraw:
             BLOCKS=_BLOCKS,
         )
 
-    def _finish(self, step: DrawStep) -> torch.Tensor:
+    def _finish(self, logits: torch.Tensor, step: DrawStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         from model_worker.cuda.finish_kernel import finish_kernel
 
-        rows = len(step.records)
+        rows, counts, reports = len(step.records), step.counts, step.reports
         memory = self._room(rows)
-        tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
-        counts = step.counts if step.counts_tokens else None
+        found = None
+        if reports is None:
+            tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
+        else:
+            start = report_start(rows)
+            found = torch.empty(start + reports.rows * reports.words, dtype=torch.int32, device=self._device)
+            tokens = found[: 2 * rows].view(torch.int64)
         finish_kernel[(rows,)](
             tokens,
+            memory.firsts if found is None else found[start:],
             tokens if step.last_tokens is None else step.last_tokens,
             memory.firsts if counts is None else counts,
             memory.tops,
             memory.firsts,
+            memory.masses,
+            memory.kept_masses,
+            memory.edges,
+            memory.ties,
             memory.scores,
             memory.picked,
+            # Their type counts for what is compiled.
+            memory.tops if reports is None else logits,
+            step.records if step.lists is None else step.lists,
             step.records,
+            logits.stride(0),
             self._width if counts is None else counts.stride(0),
+            self._width,
             self._tiles,
             self._parts,
             int(step.draws),
             int(step.last_tokens is not None),
             int(counts is not None),
+            0 if reports is None else reports.tops,
+            0 if reports is None else reports.words,
+            REPORTS=reports is not None,
             TILES=_power_of_two(self._tiles),
             PARTS=_power_of_two(self._parts),
-            num_warps=1,
+            BLOCK=_BLOCK,
+            num_warps=1 if reports is None else _REPORT_WARPS,
         )
-        return tokens
+        return tokens, found
 
 
 def _power_of_two(number: int) -> int:

@@ -37,18 +37,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
-from model_worker.device_copy import upload_together
+from model_worker.cuda.draw_record import RECORD
+from model_worker.device_copy import readable, upload, upload_together
 from model_worker.sampling import draw_proof
 from model_worker.sampling.ahead import Ahead
 from model_worker.sampling.device_draw import DeviceDraw, RowsAhead
 from model_worker.sampling.device_penalties import DevicePenaltyStage
+from model_worker.sampling.device_rules import DeviceRuleStage
 from model_worker.sampling.draw_records import RecordTable, RowMasks
 from model_worker.sampling.draw_triton import TritonDraw
 from model_worker.sampling.host_draw import HostDraw
@@ -116,15 +117,16 @@ class SamplerRows:
         self._processed = ProcessedRows(max_rows, processors or {})
         there = device.type != "cpu" if counts_there is None else counts_there
         self._device_penalties = DevicePenaltyStage(max_rows, vocab_size, device, self._records) if there else None
+        self._device_rules = DeviceRuleStage(max_rows, vocab_size, self._records) if there else None
         # In the order of their operations.
         self._stages: tuple[AnyStage, ...] = (
             Watermark(max_rows),
             self._device_penalties or PenaltyStage(max_rows, vocab_size),
-            RuleStage(max_rows, vocab_size),
+            self._device_rules or RuleStage(max_rows, vocab_size),
             self._processed,
         )
         self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
-        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._wanted)
+        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._device_rules, self._wanted)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for.
@@ -161,7 +163,7 @@ class SamplerRows:
         wanted = Wanted(params.top_logprobs, known_tokens("logprob_ids", params.logprob_ids, self._vocab_size))
         processed = states[-1] is not None
         self._table[row] = row_values(params, len(prompt), self._vocab_size, processed)
-        self._records.hold(row, self._table[row])
+        self._records.hold(row, self._table[row], wanted.ids)
         if params.reports:
             self._wanted[row] = wanted
         for stage, state in zip(self._stages, states, strict=True):
@@ -230,10 +232,20 @@ class SamplerRows:
         return self._vocab_size
 
     def arrays(
-        self, rows: NDArray[np.int32], positions: NDArray[np.int64], masks: RowMasks | None = None
-    ) -> list[NDArray[Any]]:
-        """Return what `sample_ahead` wants on the device, so that it goes there with something else."""
-        return self._records.arrays(rows, positions, masks)
+        self,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        masks: RowMasks | None = None,
+        masked: NDArray[np.int64] | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return what `sample_ahead` wants on the device, so that it goes there with something else.
+
+        `masked`: the places of rows with masks, where these are not known yet.
+        """
+        records, lists = self._records.arrays(rows, positions, masked if masks is None else masks.places)
+        if masks is not None and self._device_rules is not None:
+            self._device_rules.with_masks(records.view(RECORD)[:, 0], rows, positions, masks)
+        return records, lists
 
     def sample_ahead(
         self,
@@ -253,9 +265,19 @@ class SamplerRows:
         values = self._gather(logits, rows, positions)
         if there is None:
             there = upload_together(self.arrays(rows, positions, masks), logits.device)
+        records, lists = there
+        masked, words = (None, None) if masks is None else (masks.places, self._place(masks.words))
         worked = values["worked"] | (positions < values["may_stop_at"])
-        step = RowsAhead(rows, values, positions, worked, there, masks, last_tokens)
+        lists_there = self._records.lists(lists)
+        step = RowsAhead(rows, values, positions, worked, records, lists_there, masked, words, last_tokens)
         return self._device_draw.draw(logits[:, : self._vocab_size], step)
+
+    def _place(self, words: NDArray[np.int32]) -> torch.Tensor:
+        """Put bitmasks where the draw reads them: its kernels do so in memory of the host, so none is copied."""
+        kernels = self._device_draw.kernels
+        if kernels is not None and kernels.reads_host_memory:
+            return readable(words, self._device)
+        return upload(words, self._device)
 
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]

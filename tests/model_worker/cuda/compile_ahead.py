@@ -42,7 +42,9 @@ POINTERS = {
     "part": "*fp32",
     "sinks": "*fp32",
     **dict.fromkeys(("tops", "row_tops", "edges", "scratch", "changed"), "*fp32"),
-    **dict.fromkeys(("firsts", "ties", "masks"), "*i32"),
+    **dict.fromkeys(("firsts", "ties", "masks", "reports"), "*i32"),
+    **dict.fromkeys(("masses", "kept_masses"), "*fp64"),
+    "lists": "*i64",
     **dict.fromkeys(("records", "picked", "tokens", "slots"), "*i64"),
     "scores": "*fp64",
     **dict.fromkeys(("positions", "owners", "last_tokens", "logit_positions"), "*i64"),
@@ -70,7 +72,8 @@ OF_THE_MODEL = (
 )
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
-    *("extremes", "edge", "pick", "finish", "add and norm", "rotary", "gate", *OF_FP8, *OF_INT4),
+    *("extremes", "edge", "pick", "finish and report", "finish"),
+    *("add and norm", "rotary", "gate", *OF_FP8, *OF_INT4),
 )
 
 
@@ -102,7 +105,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
     tiles = {"TILE": 1024, "TILES": 256}
     yield "edge", edge_kernel.edge_kernel, {**tiles, "BLOCK": 4096, "ROOM": 4096}, "bf16"
     yield "pick", pick_kernel.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "bf16"
-    yield "finish", finish_kernel.finish_kernel, {"TILES": 256, "PARTS": 32}, "bf16"
+    last = {"TILES": 256, "PARTS": 32, "BLOCK": 1024}
+    yield "finish and report", finish_kernel.finish_kernel, {**last, "REPORTS": True}, "bf16"
+    yield "finish", finish_kernel.finish_kernel, {**last, "REPORTS": False}, "bf16"
     yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
     norms = {"WIDTH": 1024, "WIDE": 1024, "FORM": 0, "INNER": True}
     yield "add and norm", norm_kernel.add_norm_kernel, norms, "bf16"

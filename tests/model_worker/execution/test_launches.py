@@ -21,6 +21,7 @@ from model_worker.cuda.graphs import DecodeBuffers, DecodeGraphs
 from model_worker.execution import overlap_cuda
 from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.masks import Masks
+from model_worker.loading.load import load_model
 from model_worker.sampling import ahead, device_draw, device_penalties, sampler, scaling, token_rules
 from model_worker.sampling.draw_records import RowMasks
 from model_worker.sampling.draw_triton import TritonDraw
@@ -29,7 +30,7 @@ from tests.model_worker.cuda.fake_gpu import DEVICE, fake_gpu
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import counted_launches
 from tests.model_worker.execution.tiny_worker import BLOCK_SIZE, BLOCKS_PER_ROW, ROWS, TinyWorker, join
-from tests.model_worker.test_runner import load
+from tests.model_worker.sampling.test_ahead import assert_alike
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 
 need_triton()
@@ -43,7 +44,16 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "drawn": ({"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, DRAWN),
     "penalised": ({"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.2}, DRAWN),
     "penalised greedy": ({"temperature": 0.0, "presence_penalty": 0.5}, GREEDY),
+    "biased": ({"temperature": 0.8, "logit_bias": {5: 1.0}}, DRAWN),
+    "ruled greedy": ({"temperature": 0.0, "allowed_token_ids": [8, 9, 10], "bad_words": [[9]]}, GREEDY),
+    "at least so many": ({"temperature": 0.8, "min_new_tokens": 4, "stop_token_ids": [7]}, DRAWN),
+    "log-probabilities": ({"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "top_logprobs": 5}, GREEDY),
+    "log-probabilities of what is kept": (
+        {"temperature": 0.7, "top_p": 0.9, "logprobs": LogprobMode.WARPED, "top_logprobs": 5, "logprob_ids": (1, 2)},
+        DRAWN,
+    ),
 }
+KINDS["all of them"] = ({name: value for params, _ in KINDS.values() for name, value in params.items()}, DRAWN)
 MOST_AROUND = 5
 # Modules that send something to a device.
 SENDERS: tuple[ModuleType, ...] = (
@@ -110,7 +120,8 @@ class Counted:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tiny_model("llama", tmp_path_factory.getbasetemp(), num_hidden_layers=1)
-    return replace(load(path), stack=None, attention_name="triton")
+    loaded = load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False)
+    return replace(loaded, attention_name="triton", has_kernels=True)
 
 
 def run(model: Any, params: dict[str, Any], masks: EvenTokens | None, monkeypatch: pytest.MonkeyPatch) -> Counted:
@@ -126,10 +137,16 @@ def run(model: Any, params: dict[str, Any], masks: EvenTokens | None, monkeypatc
         launches.names = counted.names
         counted.copies = 0
         launched = [worker.begin([0, 1]) for _ in range(2)]
-        counted.copies, counted.of_steps = 0, counted.copies
+        counted.of_steps = counted.copies
+        results = [pending.result() for pending in launched]
+        assert counted.copies == counted.of_steps
     assert worker.taken == ["OverlapCuda"] * 2
-    for pending in launched:
-        assert pending.result().tokens.tolist() == plain.begin([0, 1]).result().tokens.tolist()
+    for result in results:
+        want = plain.begin([0, 1]).result()
+        assert result.tokens.tolist() == want.tokens.tolist()
+        assert (result.reports is None) == (want.reports is None)
+        if result.reports is not None and want.reports is not None:
+            assert_alike(result.reports, want.reports)
     return counted
 
 
@@ -143,11 +160,20 @@ def test_a_step_has_few_launches_around_its_recording(kind: str, model: Any, mon
     assert counted.of_steps == 2
 
 
-@pytest.mark.parametrize(("params", "behind"), [KINDS["greedy"], KINDS["drawn"], KINDS["penalised"]])
-def test_masks_of_grammars_travel_with_the_rows(
-    params: dict[str, Any], behind: list[str], model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised", "ruled greedy", "all of them"])
+def test_masks_of_grammars_are_read_where_the_host_has_them(
+    kind: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not known when the pass is launched, so they have the second copy of a step."""
+    """They are not known when the pass is launched, and what else the draw takes has gone along with its columns."""
+    params, behind = KINDS[kind]
+    counted = run(model, params, EvenTokens(), monkeypatch)
+    assert counted.names == ["fill_decode_kernel", "replay", *behind] * 2
+    assert counted.of_steps == 2
+
+
+def test_rules_that_a_mask_leaves_no_token_go_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the allowed tokens none is even: the host learns this from the mask, and sends the rows anew."""
+    params, behind = {"temperature": 0.0, "allowed_token_ids": [9, 11]}, GREEDY
     counted = run(model, params, EvenTokens(), monkeypatch)
     assert counted.names == ["fill_decode_kernel", "replay", *behind] * 2
     assert counted.of_steps == 4
@@ -155,22 +181,12 @@ def test_masks_of_grammars_travel_with_the_rows(
 
 WIDTH = 151_936
 MANY = 256
-# What some of 256 rows ask for, and what their draw launches at most; all of it is kernels' where it is named.
-WISHES: dict[str, tuple[dict[str, Any], int | list[str]]] = {
-    **KINDS,
-    "biased": ({"temperature": 0.8, "logit_bias": {5: 1.0}}, 9),
-    "log-probabilities": ({"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "top_logprobs": 5}, 35),
-    "log-probabilities of what is kept": (
-        {"temperature": 0.7, "top_p": 0.9, "logprobs": LogprobMode.WARPED, "top_logprobs": 5},
-        51,
-    ),
-}
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", WISHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_draw_at_a_models_size_waits_for_nothing(kind: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes no float64 tensor that is as wide as the vocabulary."""
+    """It makes no wide float64 tensor of its rows, and no copy but that of masks to where kernels read them."""
     sent = []
 
     def send(array: np.ndarray, device: torch.device) -> Tensor:
@@ -182,7 +198,8 @@ def test_a_draw_at_a_models_size_waits_for_nothing(kind: str, masked: bool, monk
     for module in SENDERS:
         for name in set(senders) & set(vars(module)):
             monkeypatch.setattr(module, name, senders[name])
-    params, most = WISHES[kind]
+    monkeypatch.setattr(sampler, "readable", lambda words, _: torch.empty(words.shape, dtype=torch.int32))
+    params, behind = KINDS[kind]
     with fake_gpu(monkeypatch):
         rows = SamplerRows(MANY, WIDTH, DEVICE)
         rows.use_kernels(TritonDraw(DEVICE, WIDTH))
@@ -199,8 +216,5 @@ def test_a_draw_at_a_models_size_waits_for_nothing(kind: str, masked: bool, monk
             drawn = rows.sample_ahead(logits, held, positions, there, masks, last_tokens)
     assert drawn.tokens.shape == (MANY,)
     assert not launches.wide_doubles
-    if isinstance(most, int):
-        assert len(launches.names) <= most, launches.names
-    else:
-        assert launches.names == most
-        assert not sent
+    assert launches.names == behind
+    assert not sent

@@ -37,6 +37,12 @@ def kinds(rng: np.random.Generator) -> list[dict[str, Any]]:
         {"top_p": 0.8, "min_p": 0.05, "logprobs": LogprobMode.TEMPERED, "logprob_ids": ids[8:9]},
         {"temperature": 0.0},
         {},
+        # Nothing is left of what is allowed: until the row may end, always, and of all tokens.
+        {"allowed_token_ids": STOPS[:1], "min_new_tokens": 4, "logprobs": LogprobMode.WARPED, "top_logprobs": 64},
+        {"allowed_token_ids": ids[9:11], "bad_words": [[ids[9]], [ids[10]]], "temperature": 0.0},
+        {"bad_words": [[token] for token in ids], "logit_bias": {ids[11]: 3.0}},
+        {"logit_bias": {ids[12]: 2.0}, "bad_words": [[ids[13]]], "min_new_tokens": 3, "repetition_penalty": 1.2}
+        | {"top_k": 12, "logprobs": LogprobMode.WARPED, "top_logprobs": 20, "logprob_ids": ids[14:]},
         {"top_k": 1, "logprobs": LogprobMode.WARPED, "top_logprobs": 2, "presence_penalty": 1.0},
     ]
 
@@ -82,15 +88,15 @@ def test_steps_drawn_ahead_equal_the_hosts(kernels: bool, monkeypatch: pytest.Mo
         logits[::2] = logits[::2].round()
         if step == steps - 1:
             logits[rng.integers(len(rows)), 2] = torch.nan
-        masks = rng.integers(-(1 << 31), 1 << 31, (3, 3), dtype=np.int64).astype(np.int32)
-        masks[0] = 1 << STOPS[0]  # nothing but the end
-        index = rng.permutation(len(rows))[:3].astype(np.int64)
+        masks = rng.integers(-(1 << 31), 1 << 31, (len(rows) // 2, 3), dtype=np.int64).astype(np.int32)
+        masks[:3] = [1 << STOPS[0], 0, 0]  # nothing but the end
+        index = rng.permutation(len(rows))[: len(masks)].astype(np.int64)
         there = logits.clone()
         apply_masks(logits, index, masks)
         positions = np.full(len(rows), 9 + step, np.int64)
         want = host.sample(logits, rows, positions)
         launched = device.sample_ahead(there, rows, positions, None, RowMasks(index, masks), last_tokens)
-        tokens, logprobs, reports = launched.read([tensor.numpy() for tensor in launched.tensors])
+        tokens, logprobs, reports = launched.read(launched.memory.numpy())
         bad = np.zeros(len(rows), np.bool_) if want.bad is None else want.bad
         np.testing.assert_array_equal(tokens, np.where(bad, -1, want.tokens))
         np.testing.assert_array_equal(last_tokens[rows], want.tokens)
