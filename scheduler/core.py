@@ -256,9 +256,10 @@ class Scheduler:
         placement.place_waiting(self.requests, limits, self.policy, only_returning=self.weights.holds_requests)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
-            free = worker.weights.ready and not worker.batches.keeps_steps_off and not worker.leaving
             most = 1 if background.alone(worker) else limits.steps_in_flight
-            if free and worker.in_flight.has_room(most):
+            if not worker.in_flight.has_room(most):
+                continue  # as most workers, most of the time
+            if worker.weights.ready and not worker.batches.keeps_steps_off and not worker.leaving:
                 budget = limits.max_batch_tokens, limits.most_guesses
                 step = build_step(worker, self.incarnation, *budget, self.requests.preempt)
                 if step is not None:

@@ -65,6 +65,11 @@ class PrefixWaits:
         self._waits[row] = list({fill.row: fill for fill in fills}.values())
         self._table.awaited[row] = tokens
 
+    @property
+    def any_waits(self) -> bool:
+        """Whether any row waits."""
+        return bool(self._waits)
+
     def has(self, row: int) -> bool:
         """Whether a row waits."""
         return row in self._waits

@@ -1,10 +1,11 @@
 """Running sequences go to a worker that has far fewer of them, with the K and V that they have.
 
 New requests fill a worker that has just joined, or has come back. Long streams would stay crowded where they are. So
-while nothing waits, and one worker runs so many sequences more than another one that placement would send it no more,
-one after the other moves, shortest first, where sending what it has takes less time than computing it. Its blocks stay
-owned on the worker that it leaves until they are sent. What does not come is computed, as in `shipping.py`, which has
-the messages. A sequence moves so once at most. Knows workers, rows and blocks. Does not know messages.
+while nothing waits, and one worker has run so many sequences more than another one for half a second that placement
+would send it no more, one after the other moves, shortest first, where sending what it has takes less time than
+computing it. Its blocks stay owned on the worker that it leaves until they are sent. What does not come is computed, as
+in `shipping.py`, which has the messages. A sequence moves so once at most. Knows workers, rows and blocks. Does not
+know messages.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from scheduler.rows import ALL_TOKENS
 from scheduler.sequence import KvElsewhere, Sequence
 from scheduler.workers import Worker
 
-# Seconds between two looks.
+# Seconds between two looks, and seconds after which workers that are far apart are not about to be level by themselves.
 LOOK_SECONDS = 0.1
+LASTING_SECONDS = 0.5
 # A sequence that may end after fewer tokens stays where it is.
 LEAST_LEFT = 64
 
@@ -48,6 +50,8 @@ class Rebalancing:
         self._clock = clock
         self._held: list[_Held] = []
         self._looked = -math.inf
+        # Since when workers are far apart; None while they are not.
+        self._apart: float | None = None
 
     def advance(self, may_move: bool) -> None:
         """Give back the blocks that have been sent. If requests `may_move`, begin to move the next ones."""
@@ -57,8 +61,13 @@ class Rebalancing:
             return
         self._looked = self._clock()
         waiting = self._requests.waiting
-        if len(waiting) == waiting.background:
-            self._move_one()
+        pair = self._far_apart() if len(waiting) == waiting.background else None
+        if pair is None:
+            self._apart = None
+            return
+        self._apart = self._looked if self._apart is None else self._apart
+        if self._looked - self._apart >= LASTING_SECONDS:
+            self._move_one(*pair)
 
     def lose_worker(self, worker: Worker) -> None:
         """Forget what is held on a worker that is lost."""
@@ -81,20 +90,24 @@ class Rebalancing:
                 each.sequence.elsewhere = None
             self._held.remove(each)
 
-    def _move_one(self) -> None:
-        """Move a sequence from the worker that runs most to the one that runs fewest, if they are far apart."""
+    def _far_apart(self) -> tuple[Worker, Worker] | None:
+        """The worker that runs most and the one that runs fewest; None if they are not far apart."""
         able = [
             worker
             for worker in placement.doing(GENERATE, self._requests.workers.values())
             if worker.weights.ready and not worker.leaving and worker.hello.kv_form
         ]
         if len(able) < 2:
-            return
+            return None
         target = min(able, key=_running)
         alike = [worker for worker in able if worker.hello.kv_form == target.hello.kv_form]
         source = max(alike, key=_running)
+        return (source, target) if _running(source) > most_beside(_running(target)) else None
+
+    def _move_one(self, source: Worker, target: Worker) -> None:
+        """Move a sequence, if none is under way and it pays."""
         busy = bool(target.arrivals.open) or any(each.source is source for each in self._held)
-        if busy or target.rows.full or _running(source) <= most_beside(_running(target)):
+        if busy or target.rows.full:
             return
         for row in _movable(source):
             if self._move(source, target, row):

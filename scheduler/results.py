@@ -45,16 +45,20 @@ def _append(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
     """Append and publish one token for each row, then end the sequences that are done."""
     table = worker.rows
     rows = new.rows
-    sequences = [table.sequence(row) for row in rows.tolist()]
-    for sequence, token in zip(sequences, new.tokens.tolist(), strict=True):
-        if sequence.version != requests.version:
-            requests.publish_version(sequence, int(table.replica[sequence.row]))
-        sequence.context.tokens.advance_with_token(token)
+    version = requests.version
+    lengths = []
+    # The one loop over all tokens of a server: it looks things up once.
+    for row, token in zip(rows.tolist(), new.tokens.tolist(), strict=True):
+        sequence = table.sequence(row)
+        if sequence.version != version:
+            requests.publish_version(sequence, int(table.replica[row]))
+        tokens = sequence.context.tokens
+        tokens.advance_with_token(token)
+        lengths.append(len(tokens))
         if sequence.queued_us >= 0:
-            requests.publish_placement(sequence, int(table.replica[sequence.row]))
+            requests.publish_placement(sequence, int(table.replica[row]))
     requests.streams.append_logprobs(table, rows, new.logprobs)
-    lengths = np.array([len(sequence.tokens) for sequence in sequences])
-    finished = np.where(lengths >= table.limit[rows], _LENGTH, _ACTIVE)
+    finished = np.where(np.array(lengths) >= table.limit[rows], _LENGTH, _ACTIVE)
     finished[table.hits_stop(rows, new.tokens)] = _STOP
     requests.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
     ended = finished != _ACTIVE

@@ -86,6 +86,11 @@ class RowBeginnings:
         """Length of the pieces of the prompt of a row that runs alone."""
         return -(-FIXED_TOKENS // self._size) * self._size
 
+    @property
+    def any_waits(self) -> bool:
+        """Whether a row waits for its beginning."""
+        return bool(self.arrivals.open) or self.prefix_waits.any_waits or self.spilled_rows.any_waits
+
     def runs_alone(self, sequence: Sequence) -> bool:
         """Whether a sequence shares no forward pass here, so that its bits depend on no other."""
         return sequence.scheduling.deterministic and not self._hello.row_invariant
@@ -103,13 +108,15 @@ class RowBeginnings:
 
     def find(self, sequence: Sequence) -> Beginning:
         """What a waiting sequence would begin with, if it were placed now."""
-        shared = self._match(sequence)
-        fills = self._fills(sequence, len(shared))
+        # It is asked for each worker: what is the same in all lookups is looked up once.
+        hashes = self._hashes(sequence)[: sequence.reusable // self._size] if self._prefix_cache else []
+        shared = self._match(sequence, hashes)
+        fills = self._fills(sequence, hashes[len(shared) :])
         sent = [] if sequence.elsewhere is None else self._sent(fills)
         coming = self._coming(sequence, len(shared), sent)
         if coming:
             fills = sent
-        spilled = [] if coming or fills else self._spilled(sequence, len(shared))
+        spilled = [] if coming or fills else self._spilled(sequence, hashes[len(shared) :])
         return Beginning(shared, fills, coming, spilled)
 
     def give_blocks(self, sequence: Sequence, found: Beginning, fresh: int) -> list[int]:
@@ -183,18 +190,18 @@ class RowBeginnings:
             # Those between may be registered under other blocks: readers take them once more.
             self.kv_log.stored(sequence, hashes, new[0], new[-1] + 1 - new[0])
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that hold the beginning of `sequence`."""
-        if not self._prefix_cache or not self._images.shares_prefix(sequence):
+    def _match(self, sequence: Sequence, hashes: list[bytes]) -> list[int]:
+        """Cached blocks that hold the beginning of `sequence`, whose blocks have these hashes."""
+        if not self._images.shares_prefix(sequence):
             return []
-        found = self._pool.match(self._hashes(sequence)[: sequence.reusable // self._size])
-        return found[: self._shareable(sequence, len(found) * self._size) // self._size]
+        found = self._pool.match(hashes)
+        return found[: self._shareable(sequence, len(found) * self._size) // self._size] if found else found
 
-    def _fills(self, sequence: Sequence, first: int) -> list[Fill]:
-        """Blocks from index `first` on that rows are filling with the beginning of `sequence`; none if it is short."""
-        if not self._computes_for_others(sequence):
+    def _fills(self, sequence: Sequence, hashes: list[bytes]) -> list[Fill]:
+        """The first blocks with these hashes that rows are filling for `sequence`; none if these are few."""
+        found = self.prefix_waits.find(hashes)
+        if not found or not self._computes_for_others(sequence):
             return []
-        found = self.prefix_waits.find(self._hashes(sequence)[first : sequence.reusable // self._size])
         return found if len(found) * self._size >= self._min_awaited_tokens else []
 
     def _sent(self, fills: list[Fill]) -> list[Fill]:
@@ -207,16 +214,16 @@ class RowBeginnings:
         They are those behind `first` ones and those `before`, for which it waits in any case. A sequence that runs
         alone is computed in whole pieces of its prompt, always the same ones.
         """
-        if self.runs_alone(sequence):
+        if sequence.elsewhere is None or self.runs_alone(sequence):
             return 0
         awaited = {(fill.row, fill.version) for fill in before}
         return self.arrivals.find(sequence, first + len(before), awaited)
 
-    def _spilled(self, sequence: Sequence, first: int) -> list[bytes]:
-        """Digests of blocks from index `first` on that are worth loading for the beginning of `sequence`."""
+    def _spilled(self, sequence: Sequence, hashes: list[bytes]) -> list[bytes]:
+        """The first of these digests whose blocks are worth loading for `sequence`."""
         if not self.spilled_rows.spill.slots or not self._computes_for_others(sequence):
             return []
-        return self.spilled_rows.find(self._hashes(sequence)[first : sequence.reusable // self._size])
+        return self.spilled_rows.find(hashes)
 
     def _run_from(self, row: int, tokens: int) -> Sequence:
         """Let a row run whose first `tokens` tokens have come."""

@@ -136,6 +136,11 @@ class Spill:
         self._load_orders += [(self._last_ticket, slot, block) for slot, block in zip(slots, blocks, strict=True)]
         return load
 
+    @property
+    def any_loads(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._loads)
+
     def loads(self) -> list[Load]:
         """The loads under way, oldest first."""
         return list(self._loads.values())

@@ -70,6 +70,11 @@ class SpilledRows:
             self._pool.release(load.blocks)
         return waiting
 
+    @property
+    def any_waits(self) -> bool:
+        """Whether any row waits for a load."""
+        return self.spill.any_loads
+
     def late(self) -> list[int]:
         """The rows that wait for loads, if these take too long."""
         if not self.spill.late:

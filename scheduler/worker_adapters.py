@@ -95,6 +95,8 @@ class WorkerAdapters:
 
     def make_room(self, size: int = 0) -> None:
         """Let adapters leave until `size` more bytes fit, as far as they may."""
+        if self.used + size <= self.memory:
+            return  # without a look at all rows: it is asked for each step
         users = self._users()
         for handle, held in list(self._held.items()):
             if self.used + size <= self.memory:

@@ -125,6 +125,8 @@ class Worker:
 
     def take_orphans(self) -> list[Sequence]:
         """Take off the sequences that wait for blocks which nothing fills any more. They have computed nothing."""
+        if not self.beginnings.any_waits:
+            return []
         taken = [self.remove(row) for row in self.spilled_rows.late()]
         for row in self.arrivals.late():
             sequence = self.remove(row)

@@ -17,7 +17,7 @@ from tests.scheduler.test_core import LIMITS, REPLICA, Yard, prompts
 from tests.scheduler.test_shipping import computed_on
 
 COUNT = 14
-ANSWER = 150
+ANSWER = 250
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +196,7 @@ def test_random_walks(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> N
     monkeypatch.setattr(placement_cost, "ROWS_APART", 1)
     monkeypatch.setattr(rebalancing, "LEAST_LEFT", 2)
     monkeypatch.setattr(rebalancing, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(rebalancing, "LASTING_SECONDS", 0.0)
     limits = replace(
         LIMITS,
         steps_in_flight=data.draw(st.integers(1, 2)),

@@ -94,7 +94,7 @@ def test_streams_that_their_prefix_has_crowded_on_one_worker_move_to_the_other(p
     prompt = "All of them begin with these words. " * 20
     body = {
         "stream": True,
-        "max_tokens": LENGTH // 3,
+        "max_tokens": LENGTH,
         "ignore_eos": True,
         "temperature": 1,
         "prompt": prompt,
