@@ -185,6 +185,8 @@ def load_quantized(
         raise ModelRefused(architecture, f"its quantized weights cannot be read: {_reason(error)}") from error
     config = without_quantization(config)
     kind = computing_dtype(dtype, config, weights, architecture, device)
+    # Some libraries write the type of quantized numbers here, in which no model can be made.
+    config.dtype = kind
     try:
         names = WeightNames(auto, config, attention)
         encoded = names.with_joined_experts(weights.encoded) if lazily or stays_on_gpu else weights.encoded

@@ -12,9 +12,11 @@ from model_worker.loading.stored import Stored
 
 # Values of the sixteen codes of E2M1, the 4-bit float of MXFP4 and NVFP4.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-# Bits of packed numbers that divide a word.
-BITS = (2, 4, 8)
+# Values of the 64 codes of E2M3, the 6-bit float of MXFP6: as many steps of an eighth to 2, then larger ones.
+_E2M3 = torch.tensor([code / 8 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 4) for code in range(32)])
+E2M3 = torch.cat([_E2M3, -_E2M3])
 WORD_BITS = 32
+BYTE_BITS = 8
 # Fields by which GPTQModel and auto-round give some layers another quantization than the rest.
 _LAYERS_OF_THEIR_OWN = ("dynamic", "extra_config")
 
@@ -27,13 +29,24 @@ def check_words(*packed: Stored) -> None:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack unsigned numbers of `bits` bits along the last dimension, the lowest bits first, as uint8."""
+    """Unpack unsigned numbers of up to 8 bits along the last dimension, the lowest bits first, as uint8.
+
+    They follow one another without gaps, so that some lie in two words, where their bits do not divide a word.
+    """
     data = words.contiguous().view(torch.uint8)
-    if bits == 8:
+    if bits == BYTE_BITS:
         return data
-    shifts = range(0, 8, bits)
-    parts = torch.stack([(data >> shift) & ((1 << bits) - 1) for shift in shifts], dim=-1)
-    return parts.flatten(-2)
+    if BYTE_BITS % bits == 0:
+        shifts = range(0, BYTE_BITS, bits)
+        parts = torch.stack([(data >> shift) & ((1 << bits) - 1) for shift in shifts], dim=-1)
+        return parts.flatten(-2)
+    stream: Tensor = torch.stack([data >> place & 1 for place in range(BYTE_BITS)], dim=-1).flatten(-2)
+    count = stream.shape[-1] // bits
+    numbers = stream[..., : count * bits].unflatten(-1, (count, bits))
+    found: Tensor = numbers[..., 0].clone()
+    for place in range(1, bits):
+        found |= numbers[..., place] << place
+    return found
 
 
 def nibbles(data: Tensor, high_first: bool = False) -> Tensor:

@@ -1,10 +1,11 @@
-"""compressed-tensors: packed integers with groups, int8 and FP8 numbers with scales, and the 4-bit floats.
+"""compressed-tensors: packed integers with groups, int8 and FP8 numbers with scales, and the floats of 4 and 6 bits.
 
 Which of them a weight is shows in the names and types of its tensors; config.json says bits and blocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.loading.quantized.bits import (
-    BITS,
+    BYTE_BITS,
     WORD_BITS,
     check_scales,
     check_words,
@@ -21,10 +22,10 @@ from model_worker.loading.quantized.bits import (
     unpack,
     width_of,
 )
-from model_worker.loading.quantized.float4 import Float4Weight
 from model_worker.loading.quantized.grouped import GroupedWeight, Parts
 from model_worker.loading.quantized.scaled import FP8, ScaledWeight, scales_of
 from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.quantized.small_floats import FloatWeight
 from model_worker.loading.stored import Pool, Stored
 
 # Formats of config.json that are read here.
@@ -34,6 +35,7 @@ FORMATS = (
     "int-quantized",
     "mixed-precision",
     "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
     "mxfp8-quantized",
     "naive-quantized",
     "nvfp4-pack-quantized",
@@ -42,8 +44,8 @@ FORMATS = (
 
 
 class PackedWeight(GroupedWeight):
-    """A weight [out, in] of i32 [out, in * bits / 32] (codes less 2^(bits - 1)), scales [out, groups], zeros, and the
-    group of each input, or how many neighbours share one."""
+    """A weight [out, in] of i32 [out, in * bits / 32] (codes less 2^(bits - 1)), scales [out, groups] or one of all,
+    zeros, and the group of each input, or how many neighbours share one."""
 
     def __init__(
         self,
@@ -63,14 +65,23 @@ class PackedWeight(GroupedWeight):
         codes = unpack(self._codes[first:last], self._bits)[:, : self.shape[1]]
         middle = 1 << (self._bits - 1)
         zeros = middle if self._zeros is None else self._zeros_of(self._zeros, first, last, middle)
-        return Parts(codes, zeros, self._scales[first:last])
+        return Parts(codes, zeros, _of_outputs(self._scales, first, last))
 
     def _zeros_of(self, stored: Stored, first: int, last: int, middle: int) -> Tensor:
         if stored.dtype != "I32":
-            return stored[first:last].to(torch.int16) + middle
-        per_word = WORD_BITS // self._bits
-        words = stored[first // per_word : -(-last // per_word)]
+            return _of_outputs(stored, first, last).to(torch.int16) + middle
+        words = stored[first * self._bits // WORD_BITS : -(-last * self._bits // WORD_BITS)]
         return unpack(words.t(), self._bits)[:, : last - first].t().to(torch.int16)
+
+
+def _of_outputs(stored: Stored, first: int, last: int) -> Tensor:
+    """Read the numbers of some outputs, [last - first, groups]."""
+    return stored.read().reshape(1, 1).expand(last - first, 1) if _is_one(stored) else stored[first:last]
+
+
+def _is_one(stored: Stored) -> bool:
+    """Whether a tensor has one number for all outputs."""
+    return math.prod(stored.shape) == 1
 
 
 def check_compressed(scheme: Scheme) -> None:
@@ -106,7 +117,7 @@ def take_compressed(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         if name.endswith("weight_packed"):
             target = name.removesuffix("_packed")
             if weight.dtype == "U8":
-                found[target] = _float4(pool, target)
+                found[target] = _small_float(pool, target)
             else:
                 found[target] = _packed(pool, target, scheme)
         elif weight.dtype in ("I8", *FP8) and f"{name}_scale" in pool:
@@ -122,14 +133,9 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
         raise ValueError(f"{codes.name} has no {'weight_shape' if sizes is None else 'weight_scale'} beside it")
     check_words(codes)
     outputs, inputs = (int(size) for size in sizes.read().tolist())
-    bits = codes.shape[1] * WORD_BITS // max(1, inputs)
-    named = {int(weights.get("num_bits", 0)) for weights in _weights(scheme)}
-    if bits not in BITS or (named and bits not in named):
-        raise ValueError(
-            f"{codes.name} has {bits} bits for each weight; {', '.join(map(str, BITS))} can be read here, and "
-            f"{scheme.file} says num_bits {sorted(named)}"
-        )
-    if codes.shape != (outputs, -(-inputs * bits // WORD_BITS)) or scales.shape[:-1] != (outputs,):
+    bits = _bits(codes, inputs, scheme)
+    count = 1 if _is_one(scales) else scales.shape[-1]
+    if codes.shape[:-1] != (outputs,) or not (_is_one(scales) or scales.shape == (outputs, count)):
         raise ValueError(
             f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit its shape "
             f"{[outputs, inputs]}"
@@ -138,13 +144,26 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
     zeros = pool.take_if(f"{target}_zero_point")
     if zeros is not None:
         rows = -(-outputs * bits // WORD_BITS) if zeros.dtype == "I32" else outputs
-        if zeros.shape != (rows, scales.shape[1]):
-            raise ValueError(f"{zeros.name} has shape {list(zeros.shape)} and should have {[rows, scales.shape[1]]}")
+        if zeros.shape != (rows, count) and not (_is_one(scales) and _is_one(zeros)):
+            raise ValueError(f"{zeros.name} has shape {list(zeros.shape)} and should have {[rows, count]}")
     order = pool.take_if(f"{target}_g_idx")
-    groups = None if order is None else _groups(order, inputs, scales.shape[1])
+    groups = None if order is None else _groups(order, inputs, count)
     if groups is None:
-        groups = group_width(codes.name, inputs, scales.shape[1], _group_sizes(scheme))
+        groups = group_width(codes.name, inputs, count, _group_sizes(scheme))
     return PackedWeight(codes, (outputs, inputs), bits, scales, zeros, groups)
+
+
+def _bits(codes: Stored, inputs: int, scheme: Scheme) -> int:
+    """Return the bits of each number, which the width of their words and config.json agree on."""
+    named = {int(weights.get("num_bits", 0)) for weights in _weights(scheme)}
+    fitting = [bits for bits in range(1, BYTE_BITS + 1) if -(-inputs * bits // WORD_BITS) == codes.shape[-1]]
+    found = [bits for bits in fitting if not named or bits in named]
+    if len(found) != 1:
+        raise ValueError(
+            f"{codes.name} {list(codes.shape)} has {' or '.join(map(str, fitting)) or 'no whole number of'} bits for "
+            f"each of {inputs} inputs, and {scheme.file} says num_bits {sorted(named)}"
+        )
+    return found[0]
 
 
 def _groups(order: Stored, inputs: int, groups: int) -> Tensor | int | None:
@@ -164,21 +183,21 @@ def _group_sizes(scheme: Scheme) -> list[int]:
     sizes = {
         int(weights.get("group_size") or -1)
         for weights in _weights(scheme)
-        if weights.get("group_size") or weights.get("strategy") == "channel"
+        if weights.get("group_size") or weights.get("strategy") in ("channel", "tensor")
     }
     return sorted(sizes, reverse=True)
 
 
-def _float4(pool: Pool, target: str) -> EncodedWeight:
+def _small_float(pool: Pool, target: str) -> EncodedWeight:
     codes = pool.take(f"{target}_packed")
     scales = pool.take_if(f"{target}_scale")
     if scales is None:
         raise ValueError(f"{codes.name} has no weight_scale beside it")
     whole = pool.take_if(f"{target}_global_scale")
     if whole is None:
-        return Float4Weight(codes, scales, 1.0)
+        return FloatWeight(codes, scales, 1.0)
     check_scales(whole)
-    return Float4Weight(codes, scales, 1.0 / float(whole.read().float().max()))
+    return FloatWeight(codes, scales, 1.0 / float(whole.read().float().max()))
 
 
 def _scaled(pool: Pool, weight: Stored, scheme: Scheme) -> EncodedWeight:
@@ -190,7 +209,6 @@ def _scaled(pool: Pool, weight: Stored, scheme: Scheme) -> EncodedWeight:
     values = None if zeros is None else zeros.read().float()
     if values is not None:
         values = values.reshape(1, 1) if values.numel() == 1 else values.reshape(scales.shape)
-        values = None if not bool(values.any()) else values
     return ScaledWeight(pool.take(weight.name), scales, values, block)
 
 

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import BITS, WORD_BITS, group_width, stated_sizes, unpack, width_of
+from model_worker.loading.quantized.bits import WORD_BITS, group_width, stated_sizes, unpack, width_of
 from model_worker.loading.quantized.grouped import GroupedWeight, Parts, qweights, take_scales
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
 # Values of checkpoint_format, in the order of the zeros that they store: less one, and as they are.
 _VERSIONS = ("gptq", "gptq_v2")
+# Those of 5 to 7 bits are stored in planes.
+_BITS = (2, 3, 4, 8)
 
 
 class GptqWeight(GroupedWeight):
@@ -31,8 +33,7 @@ class GptqWeight(GroupedWeight):
 
     def parts(self, first: int, last: int) -> Parts:
         codes = unpack(self._codes[:, first:last].t(), self._bits)
-        per_word = WORD_BITS // self._bits
-        words = self._zeros[:, first // per_word : -(-last // per_word)]
+        words = self._zeros[:, first * self._bits // WORD_BITS : -(-last * self._bits // WORD_BITS)]
         zeros = unpack(words, self._bits)[:, : last - first].t().to(torch.int16) + self._first
         return Parts(codes, zeros, self._scales[:, first:last].t())
 
@@ -44,9 +45,9 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     for one in qweights(pool):
         outputs = one.codes.shape[1]
         bits = int(scheme.get("bits", one.zeros.shape[1] * WORD_BITS // max(1, outputs)))
-        if bits not in BITS:
+        if bits not in _BITS:
             raise ValueError(
-                f"{scheme.file} has bits {bits}; of GPTQ's, {', '.join(map(str, BITS))} bits can be read here"
+                f"{scheme.file} has bits {bits}; of GPTQ's, {', '.join(map(str, _BITS))} bits can be read here"
             )
         inputs = one.codes.shape[0] * WORD_BITS // bits
         groups = take_scales(pool, one, outputs, bits)

@@ -9,10 +9,10 @@ from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.loading.quantized.awq import take_awq
 from model_worker.loading.quantized.bitsandbytes import take_4bit
 from model_worker.loading.quantized.compressed import check_compressed, take_compressed
-from model_worker.loading.quantized.float4 import take_experts, take_modelopt
 from model_worker.loading.quantized.gptq import take_gptq
 from model_worker.loading.quantized.scaled import FP8, take_fp8, take_int8
 from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.quantized.small_floats import take_experts, take_modelopt
 from model_worker.loading.quantized.torchao import take_torchao
 from model_worker.loading.stored import Pool, Stored, StoredCheckpoint
 from model_worker.model import first_line

@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from model_worker.cpu.gemm.coded_panels import UnsupportedCodes
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight, Fp8Numbers
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
@@ -40,7 +42,7 @@ class ScaledWeight(EncodedWeight):
     ) -> None:
         self._numbers = numbers
         self._scales = scales
-        self._zeros = zeros
+        self._zeros = None if zeros is None or not bool(zeros.any()) else zeros
         self._block = block
         self.shape = numbers.shape
 
@@ -60,7 +62,7 @@ class ScaledWeight(EncodedWeight):
 
     @property
     def codes(self) -> Callable[[int, int], Codes] | None:
-        kept = self._numbers.dtype in ("I8", E4M3_TYPE) and self._zeros is None
+        kept = self._numbers.dtype == "I8" or (self._numbers.dtype == E4M3_TYPE and self._zeros is None)
         inputs = self.shape[1]
         groups = self._scales.shape[1]
         width = inputs // groups if self._block is None else self._block[1]
@@ -69,17 +71,18 @@ class ScaledWeight(EncodedWeight):
         return self._codes_of if kept and fitting else None
 
     def _codes_of(self, first: int, last: int) -> Codes:
-        scales = Grouped(self._scales_of(first, last).float().numpy())
+        scales = Grouped(self._of_rows(self._scales, first, last).float().numpy())
         codes = self._numbers[first:last].view(torch.uint8).numpy()
         if self._numbers.dtype == E4M3_TYPE:
             return Codes(codes, _CODE_BITS, scales, 0, table=E4M3)
-        return Codes(codes ^ np.uint8(_MIDDLE), _CODE_BITS, scales, _MIDDLE)
+        zeros = _MIDDLE if self._zeros is None else _as_bytes(self._of_rows(self._zeros, first, last))
+        return Codes(codes ^ np.uint8(_MIDDLE), _CODE_BITS, scales, zeros)
 
-    def _scales_of(self, first: int, last: int) -> Tensor:
-        """Return the scales of these rows, [last - first, groups]."""
+    def _of_rows(self, values: Tensor, first: int, last: int) -> Tensor:
+        """Return what applies to the groups of these rows, [last - first, groups]."""
         if self._block is not None:
-            return self._scales[torch.arange(first, last) // self._block[0]]
-        return (self._scales if len(self._scales) == 1 else self._scales[first:last]).expand(last - first, -1)
+            return values[torch.arange(first, last) // self._block[0]]
+        return (values if len(values) == 1 else values[first:last]).expand(last - first, -1)
 
     @property
     def is_fp8(self) -> bool:
@@ -106,6 +109,15 @@ class ScaledWeight(EncodedWeight):
         if int(values.min()) < -_MOST_INT8:
             return super().quantized()
         return Quantized(values, self._scales[:, 0].expand(self.shape[0]).contiguous())
+
+
+def _as_bytes(zeros: Tensor) -> NDArray[np.uint8]:
+    """Return zeros of int8 numbers as those of bytes. UnsupportedCodes for others."""
+    raised = zeros + _MIDDLE
+    bytes_of = raised.clamp(0, np.iinfo(np.uint8).max).to(torch.uint8)
+    if not torch.equal(bytes_of.to(raised.dtype), raised):
+        raise UnsupportedCodes("it has zeros that are no numbers of 8 bits")
+    return bytes_of.numpy()
 
 
 def scales_of(stored: Stored, weight: Stored, block: tuple[int, int] | None) -> tuple[Tensor, tuple[int, int] | None]:

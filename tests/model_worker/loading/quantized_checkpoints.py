@@ -43,11 +43,10 @@ def _scales(draw: torch.Generator, *shape: int, dtype: torch.dtype = torch.float
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
-    """Pack along the last dimension into int32, the lowest bits first."""
-    per_word = 32 // bits
-    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
-    packed = sum(values[..., i].long() << (bits * i) for i in range(per_word))
-    assert isinstance(packed, Tensor)
+    """Pack along the last dimension into int32, the lowest bits first and without gaps."""
+    stream = (values[..., None].long() >> torch.arange(bits) & 1).flatten(-2)
+    words = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    packed = (words << torch.arange(32)).sum(-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
@@ -166,6 +165,16 @@ def _mxfp4(draw: torch.Generator, outputs: int, inputs: int) -> Written:
     return Written({"weight_packed": data, "weight_scale": exponents.to(torch.uint8)}, weight)
 
 
+def _mxfp6(draw: torch.Generator, outputs: int, inputs: int) -> Written:
+    codes = _codes(draw, 6, outputs, inputs)
+    exponents = torch.randint(117, 121, (outputs, inputs // 32), generator=draw)
+    size, fraction = (codes >> 3 & 3).float(), (codes & 7) / 8
+    values = torch.where(size > 0, (1 + fraction) * torch.exp2(size - 1), fraction) * (1 - 2 * (codes >> 5))
+    weight = values * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    data = _words(codes, 6).contiguous().view(torch.uint8)
+    return Written({"weight_packed": data, "weight_scale": exponents.to(torch.uint8)}, weight)
+
+
 def _nf4(nested: bool) -> Callable[[torch.Generator, int, int], Written]:
     def write(draw: torch.Generator, outputs: int, inputs: int) -> Written:
         codes = _codes(draw, 4, outputs * inputs)
@@ -221,6 +230,7 @@ FORMATS: dict[str, Format] = {
     "gptq in order of activations": Format(_gptq(4, 1, ordered=True), {**_GPTQ, "desc_act": True}),
     "gptq in one order": Format(_gptq(4, 1, ordered=True, alike=True), {**_GPTQ, "desc_act": True}),
     "gptq 8 bits": Format(_gptq(8, 1), {**_GPTQ, "bits": 8}),
+    "gptq 3 bits": Format(_gptq(3, 1), {**_GPTQ, "bits": 3}),
     "auto-round": Format(
         _gptq(4, 1), {**_GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
     ),
@@ -228,6 +238,8 @@ FORMATS: dict[str, Format] = {
     "w4a16": Format(_packed(4, False), _compressed("pack-quantized", num_bits=4)),
     "w4a16 with zeros": Format(_packed(4, True), _compressed("pack-quantized", num_bits=4)),
     "w4a16 in order of activations": Format(_packed(4, True, ordered=True), _compressed("pack-quantized", num_bits=4)),
+    "w3a16": Format(_packed(3, True), _compressed("pack-quantized", num_bits=3)),
+    "w6a16": Format(_packed(6, False), _compressed("pack-quantized", num_bits=6)),
     "w8a16": Format(_packed(8, False), _compressed("pack-quantized", num_bits=8)),
     "w8a8": Format(_int8, _compressed("int-quantized", num_bits=8)),
     "fp8 of compressed-tensors": Format(_fp8("channel"), _compressed("float-quantized", num_bits=8, type="float")),
@@ -240,6 +252,7 @@ FORMATS: dict[str, Format] = {
     "mxfp4 of compressed-tensors": Format(
         _mxfp4, _compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)
     ),
+    "mxfp6": Format(_mxfp6, _compressed("mxfp6-pack-quantized", num_bits=6, type="float", group_size=32)),
     "nf4": Format(_nf4(nested=False), _BNB),
     "nf4, nested": Format(_nf4(nested=True), _BNB),
     "bitsandbytes int8": Format(_scb, {"quant_method": "bitsandbytes", "load_in_8bit": True}),

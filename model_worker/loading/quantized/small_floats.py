@@ -1,20 +1,31 @@
-"""4-bit floats (E2M1), two in a byte with the first low, whose groups have scales.
+"""Floats of 4 bits (E2M1) and of 6 (E2M3), one behind the other with the first low, whose groups have scales.
 
-NVFP4 has groups of 16 with FP8 scales and one scale of the tensor, MXFP4 groups of 32 with powers of two. The experts
-of gpt-oss are MXFP4 in a layout of their own.
+NVFP4 has groups of 16 with FP8 scales and one scale of the tensor, MXFP4 and MXFP6 groups of 32 with powers of two. The
+experts of gpt-oss are MXFP4 in a layout of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
-from model_worker.loading.quantized.bits import E2M1, check_scales, nibbles, powers_of_two, spread
+from model_worker.loading.quantized.bits import (
+    BYTE_BITS,
+    E2M1,
+    E2M3,
+    check_scales,
+    nibbles,
+    powers_of_two,
+    spread,
+    unpack,
+)
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 from shared.weight_codes import Codes, Grouped
@@ -22,25 +33,47 @@ from shared.weight_codes import Codes, Grouped
 # Types of scales that are exponents of two.
 _EXPONENTS = ("U8", "F8_E8M0")
 _BITS = 4
+_MX_GROUP = 32
 _E2M1_DOUBLED = (2 * E2M1).numpy().astype(np.int8)
 
 
-class Float4Weight(EncodedWeight):
-    """A weight [out, in] of u8 [out, in / 2], scales [out, groups] in FP8 or as exponents, and one scale of all."""
+class _Float(NamedTuple):
+    """A kind of floats: the value of each code, which is whole when it is multiplied."""
+
+    bits: int
+    values: Tensor
+    factor: int
+
+    @property
+    def whole(self) -> NDArray[np.int8]:
+        return (self.factor * self.values).numpy().astype(np.int8)
+
+
+_KINDS = {4: _Float(4, E2M1, 2), 6: _Float(6, E2M3, 8)}
+
+
+class FloatWeight(EncodedWeight):
+    """A weight [out, in] of u8 [out, in * bits / 8], scales [out, groups] in FP8 or as exponents, and one scale of
+    all."""
 
     def __init__(self, codes: Stored, scales: Stored, scale: float) -> None:
         fits = len(codes.shape) == len(scales.shape) == 2 and scales.shape[0] == codes.shape[0] and scales.shape[1] > 0
-        if not fits or codes.shape[1] * 2 % scales.shape[1]:
+        # Powers of two are those of groups of 32, so that their number tells floats of 6 bits.
+        six = fits and scales.dtype in _EXPONENTS and codes.shape[1] * BYTE_BITS == scales.shape[1] * _MX_GROUP * 6
+        self._kind = _KINDS[6 if six else 4]
+        inputs = codes.shape[-1] * BYTE_BITS // self._kind.bits
+        if not fits or inputs % scales.shape[1]:
             raise ValueError(f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit")
         if scales.dtype not in _EXPONENTS:
             check_scales(scales)
         self._codes = codes
         self._scales = scales
         self._scale = scale
-        self.shape = (codes.shape[0], codes.shape[1] * 2)
+        self.shape = (codes.shape[0], inputs)
 
     def rows(self, first: int, last: int) -> Tensor:
-        return E2M1[nibbles(self._codes[first:last])] * spread(self._scales_of(first, last), self.shape[1])
+        codes = unpack(self._codes[first:last], self._kind.bits).int()
+        return self._kind.values[codes] * spread(self._scales_of(first, last), self.shape[1])
 
     def _scales_of(self, first: int, last: int) -> Tensor:
         scales = self._scales[first:last]
@@ -55,9 +88,9 @@ class Float4Weight(EncodedWeight):
         return self._codes_of if fits else None
 
     def _codes_of(self, first: int, last: int) -> Codes:
-        # Twice the values of E2M1 are whole.
-        scales = Grouped((self._scales_of(first, last) / 2).numpy())
-        return Codes(nibbles(self._codes[first:last]).to(torch.uint8).numpy(), _BITS, scales, 0, table=_E2M1_DOUBLED)
+        kind = self._kind
+        scales = Grouped((self._scales_of(first, last) / kind.factor).numpy())
+        return Codes(unpack(self._codes[first:last], kind.bits).numpy(), kind.bits, scales, 0, table=kind.whole)
 
 
 class ExpertWeight(EncodedWeight):
@@ -138,5 +171,5 @@ def take_modelopt(pool: Pool) -> dict[str, EncodedWeight]:
             raise ValueError(f"{name} has no NVFP4 weight and weight_scale beside it")
         check_scales(pool.take(name))
         scale = float(whole.read().float().max())
-        found[weight.name] = Float4Weight(pool.take(weight.name), scales, scale)
+        found[weight.name] = FloatWeight(pool.take(weight.name), scales, scale)
     return found
