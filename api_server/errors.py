@@ -89,7 +89,14 @@ class RequestFailed(Exception):
             return self
         # Messages name their field once and first; what follows may have the word in a value.
         message = self.message.replace(self.field, name, 1)
-        return RequestFailed(self.kind, message, field=name, retry_after=self.retry_after, numbers=self.numbers)
+        return RequestFailed(
+            self.kind,
+            message,
+            field=name,
+            retry_after=self.retry_after,
+            numbers=self.numbers,
+            counted=self.counted,
+        )
 
 
 _KIND_OF_CODE = {

@@ -150,7 +150,7 @@ def refusal(
     if prompt >= max_model_len:
         return RequestError(
             ErrorCode.TOO_LONG,
-            f"the prompt has {prompt} tokens; prompt and answer together may have {max_model_len}",
+            f"the prompt has {prompt} tokens; {max_model_len} are possible, the answer's included",
         )
     given = context.prompt_embeddings
     if given is not None and (given.shape[1] != hidden_size or not np.isfinite(given).all()):

@@ -103,7 +103,7 @@ def too_long(tokens: int, limit: int, field: str) -> RequestFailed:
     """The error for a prompt that leaves no room for an answer."""
     return RequestFailed(
         ErrorKind.TOO_LONG,
-        f"{field} has {tokens} tokens; this model's context holds {limit} tokens, prompt and answer together",
+        f"{field} has {tokens} tokens; this model's context holds {limit} tokens, the answer's included",
         field=field,
         numbers={"prompt_tokens": tokens, "limit": limit},
     )

@@ -259,7 +259,7 @@ def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt
         raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit} | length, "prompt")
     if asked is not None and asked > room and not request.clamp_max_new_tokens:
         raise _too_long(
-            f"the prompt has {prompt} tokens and max_new_tokens is {asked} (at most {room} fit)",
+            f"max_new_tokens is {asked}, and at most {room} fit behind the {prompt} tokens before the answer",
             {"prompt_tokens": prompt, "max_new_tokens": asked, "limit": limit},
             "max_new_tokens",
         )
@@ -278,7 +278,7 @@ def _within_reach(sampling: SamplingParams, length: int | None, vocab_size: int)
 def _too_long(what: str, numbers: dict[str, int], field: str) -> RequestFailed:
     return RequestFailed(
         ErrorKind.TOO_LONG,
-        f"{what}; this model's context holds {numbers['limit']} tokens, prompt and answer together",
+        f"{what}; this model's context holds {numbers['limit']} tokens, the answer's included",
         field=field,
         numbers=numbers,
     )

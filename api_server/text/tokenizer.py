@@ -337,7 +337,7 @@ class Tokenizer:
             raise RequestFailed(
                 ErrorKind.TOO_LONG,
                 f"the prompt has at least {fewest} tokens ({len(text)} characters); "
-                f"this model's context holds {max_tokens} tokens, prompt and answer together",
+                f"this model's context holds {max_tokens} tokens, the answer's included",
                 field="prompt",
                 numbers={"prompt_tokens": fewest, "limit": max_tokens},
             )

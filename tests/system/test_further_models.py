@@ -358,6 +358,14 @@ def test_wishes_for_spoken_answers_that_do_not_fit_are_refused_by_field(server: 
             "max_tokens",
             "must be at least 1",
         ),
+        (
+            {
+                "audio": {"model": "imitator", "ref_audio": "UklGRg==", "ref_text": REF_TEXT},
+                "messages": [{"role": "user", "content": "too long " * 3000}],
+            },
+            "prompt",
+            "this model's context holds",
+        ),
         ({"audio": {"format": "ogg"}}, "audio.format", "Input should be 'wav'"),
         ({"stream": True}, "audio.format", "must be pcm16 with stream"),
         ({"n": 2}, "n", "must be 1"),

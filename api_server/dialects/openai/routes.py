@@ -80,15 +80,18 @@ async def chat_completions(call: Call) -> Response:
 async def _spoken(call: Call, body: ChatBody, envelope: rendering.Envelope) -> Response:
     """Answers a conversation by sound."""
     spoken = SpokenChat(call, body, envelope)
-    # No clip is fetched for a body whose fields or messages are refused.
-    request = await requests.chat_request(call, body)
-    await spoken.begin()
-    generation = await generate(call.server, request)
+    generation = await generate(call.server, await requests.chat_request(call, body))
 
     def close() -> None:
         generation.close()
         spoken.close()
 
+    try:
+        # No clip is fetched for a request that is refused, by its fields, its length or a full queue.
+        await spoken.begin()
+    except BaseException:
+        close()
+        raise
     if body.stream:
         return EventStream(spoken.frames(generation), close, error_frame)
     try:

@@ -62,7 +62,7 @@ class SpokenChat:
         self._parts: _Parts | None = None
 
     async def begin(self) -> None:
-        """Make the voice of a clip, before any text is written. Raises RequestFailed."""
+        """Make the voice of a clip, before any text is sent. Raises RequestFailed."""
         try:
             await self._aloud.begin()
         except RequestFailed as error:
