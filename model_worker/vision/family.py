@@ -61,6 +61,8 @@ _FAMILIES = {
     "paligemma": Family(sight=Sight.PROMPT),
     "qwen2_5_vl": Family(grid_positions=True),
     "qwen2_vl": Family(grid_positions=True),
+    "qwen3_5": Family(grid_positions=True),
+    "qwen3_5_moe": Family(grid_positions=True),
     "qwen3_vl": Family(grid_positions=True),
     "qwen3_vl_moe": Family(grid_positions=True),
     "smolvlm": Family(),

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
+from model_worker.loading.load import load_model
 from model_worker.loading.recurrent import NO_LIMIT
+from model_worker.loading.verify import median_error
 from model_worker.recurrent.families import proven_names
 from model_worker.runner import ModelRunner
 from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
@@ -69,6 +71,17 @@ def one(tokens: list[int], first: int, row: int) -> ForwardBatch:
     return ForwardBatch.build(
         np.array(tokens[first:]), np.array([count]), whole, table, BLOCK_SIZE, every, rows=np.array([row])
     )
+
+
+def test_weights_and_keys_in_eight_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tiny_hybrid("qwen3_5_text", tmp_path_factory.getbasetemp())
+    loaded = load_model(path, "float32", "cpu", lambda *_: None, quantization="int8", kv_dtype="int8")
+    backend = ModelRunner(loaded, 32, BLOCK_SIZE).backend
+    text = [int(token) for token in np.random.default_rng().integers(3, VOCAB, 30)]
+    whole = backend.logits(one(text, 0, 0)).clone()
+    pieces = torch.cat([backend.logits(one(text[:end], first, 1)) for first, end in ((0, 11), (11, 12), (12, 30))])
+    assert median_error(pieces, whole) < 0.05
+    assert median_error(whole, reference(path)(torch.tensor([text])).logits[0]) < 0.3
 
 
 def test_a_row_that_begins_knows_nothing_of_its_predecessor(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -72,6 +72,7 @@ FILMS = {
     "qwen2_5_vl": Film(
         tiny_composites.qwen2_5_vl, WHOLE, _patches(second_per_grid_ts=torch.tensor([2.3], dtype=torch.float64))
     ),
+    "qwen3_5": Film(tiny_composites.qwen3_5, _stamped(VIDEO, BEGIN, END), _patches()),
     "qwen3_vl": Film(tiny_composites.qwen3_vl, _stamped(VIDEO, BEGIN, END), _patches()),
     "qwen3_vl_moe": Film(tiny_composites.qwen3_vl_moe, _stamped(VIDEO, BEGIN, END), _patches()),
     "glm4v": Film(tiny_composites.glm4v, _stamped(IMAGE, 194, 195), _patches(), IMAGE),

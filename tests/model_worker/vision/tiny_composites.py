@@ -206,7 +206,8 @@ def qwen2_5_vl() -> Tiny:
     return grid(PATCHES, transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
-DEEP_TOWER = GRID_TOWER | {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+DEEP: dict[str, Any] = {"depth": 3, "num_position_embeddings": 64}
+DEEP_TOWER = GRID_TOWER | DEEP | {"deepstack_visual_indexes": [0, 1]}
 
 
 def qwen3_vl() -> Tiny:
@@ -220,6 +221,29 @@ def qwen3_vl_moe() -> Tiny:
     text = TEXT | experts | rope(mrope_interleaved=True)
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=DEEP_TOWER, **GRID_IDS)
     return grid(PATCHES, transformers.Qwen3VLMoeForConditionalGeneration(config))
+
+
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
+
+def qwen3_5() -> Tiny:
+    text = TEXT | DELTA | rope(mrope_interleaved=True)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=GRID_TOWER | DEEP, **GRID_IDS)
+    return grid(PATCHES, transformers.Qwen3_5ForConditionalGeneration(config))
+
+
+def qwen3_5_moe() -> Tiny:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text = TEXT | DELTA | experts | {"shared_expert_intermediate_size": 32} | rope(mrope_interleaved=True)
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=GRID_TOWER | DEEP, **GRID_IDS)
+    return grid(PATCHES, transformers.Qwen3_5MoeForConditionalGeneration(config))
 
 
 GLM_IDS: dict[str, Any] = {
@@ -373,6 +397,8 @@ ALL = [
     pixtral_llava,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
