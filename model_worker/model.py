@@ -86,9 +86,17 @@ class Layers(Protocol):
     """A decoder's layers in few launches on a GPU, between the model's own embedding and head."""
 
     def logits(
-        self, batch: ForwardBatch, cache: KVCache, attend: Callable[..., Tensor], params: Sequence[AttentionParams]
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        attend: Callable[..., Tensor],
+        params: Sequence[AttentionParams],
+        change: Callable[[Sequence[Any], Tensor, Tensor], None] | None = None,
     ) -> Tensor:
-        """Return the logits of the tokens that the batch wants, which name no adapters and see no later tokens."""
+        """Return the logits of the tokens that the batch wants, which see no later tokens.
+
+        `change` changes in place what linear modules, whose outputs lie side by side, have made of their input.
+        """
 
 
 @dataclass(frozen=True, eq=False)

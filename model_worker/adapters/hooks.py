@@ -1,12 +1,13 @@
 """Adapters on a model's own modules: hooks that add to the outputs of the adapted ones, for the rows of a pass.
 
 Rows are grouped by adapter once in a pass; a hook multiplies each group by the two small matrices of its module. Rows
-of the base model are not touched. Knows modules and the rows of a batch. Does not know files.
+of the base model are not touched. Kernels take all rows of a module at once, each by the slot of its adapter. Knows
+modules and the rows of a batch. Does not know files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, local
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from model_worker.adapters.experts import ARGUMENTS, AdaptedExperts, adapted_experts
 from model_worker.adapters.fitting import AdaptedEmbedding, AdaptedLinear, Adapter
+from model_worker.adapters.slots import AdapterSlots
 from model_worker.batch import ForwardBatch
 from model_worker.recurrent.mixers import tokens_in_progress
 
@@ -37,7 +39,8 @@ class _Rows(NamedTuple):
 class AdapterHooks:
     """The adapters of one model, whose modules compute them within `rows`."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, kernels: bool = False) -> None:
+        """With `kernels` rows are changed by Triton's, where these can."""
         self._device = device
         # CPUs multiply half precision slowly, or not at all.
         self._dtype = torch.float32 if device.type == "cpu" else dtype
@@ -51,10 +54,17 @@ class AdapterHooks:
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         # Of each thread: images are encoded beside passes.
         self._local = local()
+        self.slots = AdapterSlots(device, self._dtype) if kernels else None
 
     @property
     def _rows(self) -> list[_Rows]:
         found: list[_Rows] = getattr(self._local, "rows", [])
+        return found
+
+    @property
+    def _columns(self) -> tuple[Tensor, Tensor] | None:
+        """The slots of tokens, and of those whose logits are wanted."""
+        found: tuple[Tensor, Tensor] | None = getattr(self._local, "columns", None)
         return found
 
     def add(self, handle: int, adapter: Adapter) -> int:
@@ -73,12 +83,16 @@ class AdapterHooks:
             if embedding is not None:
                 self._embeddings[handle] = embedding
                 self._hook(self._embedding, self._change_embedding)
+            if self.slots is not None:
+                self.slots.add(handle, adapter, linears)
         size = sum(linear.nbytes for linear in linears.values()) + sum(layer.nbytes for layer in experts.values())
         return size if embedding is None else size + embedding.nbytes
 
     def drop(self, handle: int) -> None:
         """Forget an adapter."""
         with self._lock:
+            if self.slots is not None:
+                self.slots.drop(handle)
             self._drop_from(self._linears, handle)
             self._drop_from(self._experts, handle)
             if self._embeddings.pop(handle, None) is not None and not self._embeddings:
@@ -91,6 +105,11 @@ class AdapterHooks:
             yield
             return
         handles = token_adapters(batch)
+        if self.slots is not None and self.slots.has_all(batch.adapters):
+            column = torch.from_numpy(self.slots.column(handles)).to(self._device)
+            with self.in_slots(column, batch.logit_positions):
+                yield
+            return
         wanted = handles[batch.logit_positions.cpu().numpy() if batch.wanted is None else batch.wanted]
         self._local.rows = [
             _Rows(handle, self._indices(handles == handle), self._indices(wanted == handle))
@@ -101,6 +120,28 @@ class AdapterHooks:
             yield
         finally:
             self._local.rows = []
+
+    @contextmanager
+    def in_slots(self, column: Tensor, logit_positions: Tensor) -> Iterator[None]:
+        """Change tokens that have these slots, i32[T], by kernels, within this context."""
+        self._local.columns = column, column[logit_positions]
+        try:
+            yield
+        finally:
+            self._local.columns = None
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether kernels change the rows of this context."""
+        return self._columns is not None
+
+    def change(self, modules: Sequence[nn.Module], x: Tensor, y: Tensor) -> None:
+        """Change the outputs y [T, out] of modules, side by side, for their inputs x [T, in], in place."""
+        assert self.slots is not None
+        assert self._columns is not None
+        widths = [int(module.out_features) for module in modules]  # type: ignore[arg-type]
+        for module, part in zip(modules, y.split(widths, 1), strict=True):
+            self.slots.add_to(module, x, part, self._columns[0])
 
     @contextmanager
     def all_rows(self, handle: int) -> Iterator[None]:
@@ -126,6 +167,11 @@ class AdapterHooks:
         return torch.from_numpy(np.flatnonzero(chosen)).to(self._device)
 
     def _change_linear(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        if self._columns is not None and self.slots is not None:
+            given = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
+            changed = output.reshape(-1, output.shape[-1]).contiguous()
+            self.slots.add_to(module, given, changed, self._columns[module is self._head])
+            return changed.reshape(output.shape)
         linears = self._linears.get(module, {})
         used = [(rows, linears[rows.handle]) for rows in self._rows if rows.handle in linears]
         if not used:

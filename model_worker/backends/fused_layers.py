@@ -1,9 +1,9 @@
 """The layers of a decoder on a GPU in ten launches each: four products, attention, and kernels for all between them.
 
 For models of the form that decoder_form.py knows, of linear modules that are plain, in FP8 or in four bits. Parameters
-stay those of the modules, which compute what this does not take: adapters, and tokens that see later ones. Knows how a
-batch and the cache are put to kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to find
-out.
+stay those of the modules, which compute what this does not take: some adapters, and tokens that see later ones. Knows
+how a batch and the cache are put to kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to
+find out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.int4_linear import Int4Linear
-from model_worker.cuda.joined_linear import JoinedLinear
+from model_worker.cuda.joined_linear import Change, JoinedLinear
 from model_worker.decoder_form import GEMMA, LayerForm, Part, decoder_form, epsilon_of, require
 from model_worker.kv_cache import AttentionParams, KVCache
 from model_worker.model import LoadedModel
@@ -64,16 +64,29 @@ class FusedLayers:
         self._layers = [_layer(layer, index) for layer, index in zip(form.layers, form.order, strict=True)]
 
     def logits(
-        self, batch: ForwardBatch, cache: KVCache, attend: AttentionBackend, params: Sequence[AttentionParams]
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        attend: AttentionBackend,
+        params: Sequence[AttentionParams],
+        change: Change | None = None,
     ) -> Tensor:
-        """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`."""
-        wanted = self._states(batch, cache, attend, params)[batch.logit_positions]
+        """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`.
+
+        `change` changes what linear modules, whose outputs lie side by side, have made of their input.
+        """
+        wanted = self._states(batch, cache, attend, params, change)[batch.logit_positions]
         logits: Tensor = self._form.head(wanted)
         cap = self._form.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _states(
-        self, batch: ForwardBatch, cache: KVCache, attend: AttentionBackend, params: Sequence[AttentionParams]
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        attend: AttentionBackend,
+        params: Sequence[AttentionParams],
+        change: Change | None,
     ) -> Tensor:
         """Return what the last norm gives, [T, hidden]."""
         from model_worker.cuda import gate_kernel, norm_kernel, rotary_kernel
@@ -87,7 +100,7 @@ class FusedLayers:
             heads, behind = layer.form.of_heads, layer.form.behind or (None, None)
             k_cache, v_cache = cache.k[layer.index], cache.v[layer.index]
             q = rotary_kernel.rotate_and_write(
-                layer.of_heads(normed),
+                layer.of_heads(normed, change),
                 k_cache,
                 v_cache,
                 angles[layer.form.kind],
@@ -100,9 +113,11 @@ class FusedLayers:
             attended = attend(q, k_cache, v_cache, batch, params[layer.index]).flatten(1)
             inner = None if behind[0] is None else behind[0].weight
             weight = layer.form.before[1].weight
-            normed = norm_kernel.add_norm(residual, layer.behind_attention(attended), inner, weight, epsilon, norm)
-            gate, up = layer.gate_and_up(normed).chunk(2, 1)
-            given = layer.down(gate_kernel.gated(gate, up, self._activation))
+            normed = norm_kernel.add_norm(
+                residual, layer.behind_attention(attended, change), inner, weight, epsilon, norm
+            )
+            gate, up = layer.gate_and_up(normed, change).chunk(2, 1)
+            given = layer.down(gate_kernel.gated(gate, up, self._activation), change)
             inner = None if behind[1] is None else behind[1].weight
             normed = norm_kernel.add_norm(residual, given, inner, follower.weight, epsilon, norm)
         return normed

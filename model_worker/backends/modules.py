@@ -30,6 +30,7 @@ from model_worker.attention.coded import attend as coded_attend
 from model_worker.backends.adapter_files import read_for
 from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
 from model_worker.batch import ForwardBatch
+from model_worker.cuda.adapted_graphs import AdaptedGraphs
 from model_worker.cuda.fill_proof import fills_are_right
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
 from model_worker.cuda.memory import is_for_want_of_memory
@@ -64,7 +65,8 @@ class ModulesBackend(Backend):
         self._layers = loaded.layers if attend in RECORDABLE else None
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
-        self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
+        self._adapted: AdaptedGraphs | None = None
+        self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype, kernels=attend is triton.attend)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     def record(
@@ -97,8 +99,10 @@ class ModulesBackend(Backend):
                 if mixed is not None:
                     self._mixed = MixedGraphs(self._forward, mixed, recorded)
                 self._graphs = DecodeGraphs(self._forward, decode, recorded)
+                if agreed is None and self._adapters.slots is not None:
+                    self._adapted = AdaptedGraphs(self._graphs, self._mixed, self._in_slots, recorder)
         except RuntimeError as error:  # torch.OutOfMemoryError, too: steps need no recording
-            self._graphs = self._mixed = None
+            self._graphs = self._mixed = self._adapted = None
             # The end of a capture may have an error of its own.
             for cause in (error, error.__context__):
                 if agreed is not None and isinstance(cause, Exception) and is_for_want_of_memory(cause):
@@ -122,6 +126,9 @@ class ModulesBackend(Backend):
                 return self._graphs.run(batch)
             if self._mixed is not None and self._mixed.fits(batch):
                 return self._mixed.run(batch)
+            adapted = None if batch.adapters is None else self._replay_adapted(batch)
+            if adapted is not None:
+                return adapted
             return self._forward(batch.resolved())
 
     @property
@@ -160,15 +167,42 @@ class ModulesBackend(Backend):
         if self._loaded.encoder is not None:
             self._loaded.encoder.adapters.drop(handle)
 
+    def _replay_adapted(self, batch: ForwardBatch) -> Tensor | None:
+        """Compute a batch with adapters as it was recorded, or record it first. None if it cannot be."""
+        slots = self._adapters.slots
+        if self._adapted is None or slots is None or batch.adapters is None or batch.seen is not None:
+            return None
+        if not slots.has_all(batch.adapters) or not self._adapted.fits(batch):
+            return None
+        try:
+            return self._adapted.run(batch, slots.column(batch.adapters), slots.generation)
+        except RuntimeError as error:  # torch.OutOfMemoryError, too
+            self._adapted = None
+            said = "%s computes steps with adapters without graphs, which is slow: %s"
+            log.warning(said, self._loaded.architecture, str(error).partition("\n")[0])
+        return None
+
+    def _in_slots(self, batch: ForwardBatch, column: Tensor) -> Tensor:
+        """Compute a batch whose tokens have the adapters of these slots."""
+        with self._adapters.in_slots(column, batch.logit_positions):
+            return self._forward(batch)
+
     def _forward(self, batch: ForwardBatch) -> Tensor:
+        with self._adapters.rows(batch):
+            return self._computed(batch)
+
+    def _computed(self, batch: ForwardBatch) -> Tensor:
         attention = self._loaded.attention
         attend = self._attend if batch.seen is None else self._attend_later
         levels = levels_of(batch, self._loaded.hidden_size)
-        if self._layers is not None and batch.adapters is None and batch.seen is None and not levels:
-            return self._layers.logits(batch, self._cache, attend, attention.params)
+        in_kernels = self._adapters.in_kernels
+        plain = batch.adapters is None or in_kernels
+        if self._layers is not None and plain and batch.seen is None and not levels:
+            change = self._adapters.change if in_kernels else None
+            return self._layers.logits(batch, self._cache, attend, attention.params, change)
         added = added_behind_layers(batch, levels) if levels else {}
         paged = PagedForward(batch, self._paged, attend, attention.layer_of, attention.params)
-        with paged_forward(paged), recurrent_pass(self._cache.states, batch), self._adapters.rows(batch):
+        with paged_forward(paged), recurrent_pass(self._cache.states, batch):
             output = self._loaded.model(
                 input_ids=batch.tokens.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(-2),

@@ -47,6 +47,7 @@ class DecodeBuffers:
     ) -> None:
         """With `kernels` a step is filled in by one of Triton's, in one launch."""
         self._kernels = kernels
+        self.device = device
         self.max_rows = max_rows
         self.blocks_per_row = blocks_per_row
         self.block_size = block_size
@@ -136,7 +137,7 @@ class DecodeGraphs:
     """`forward` recorded for every bucket size."""
 
     def __init__(self, forward: Forward, buffers: DecodeBuffers, recorded: Recorder) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self.sizes = bucket_sizes(buffers.max_rows)
 
         def step(size: int) -> Callable[[], Tensor]:
@@ -151,10 +152,13 @@ class DecodeGraphs:
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether `run` can do the batch."""
-        buffers = self._buffers
+        return batch.adapters is None and self.holds(batch)
+
+    def holds(self, batch: ForwardBatch) -> bool:
+        """Whether the buffers can have the batch."""
+        buffers = self.buffers
         return (
             batch.embeddings is None
-            and batch.adapters is None
             and batch.positions.dim() == 1
             and batch.num_tokens <= buffers.max_rows
             and batch.block_tables.shape[1] <= buffers.blocks_per_row
@@ -164,7 +168,7 @@ class DecodeGraphs:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Return the logits of the batch's rows. The next run may overwrite them."""
         size = self.sizes[bisect_left(self.sizes, batch.num_tokens)]
-        self._buffers.fill(batch, size)
+        self.buffers.fill(batch, size)
         return self._graphs[size]()[: batch.num_tokens]
 
 

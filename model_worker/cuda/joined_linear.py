@@ -5,7 +5,7 @@ Knows modules; knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, block_product
 from model_worker.cuda.fp8_linear import Fp8Linear, fp8_product
 from model_worker.cuda.int4_linear import Int4Linear, Packed, int4_product, join_alike
+
+# Changes what modules have made of their input.
+Change = Callable[[Sequence[nn.Module], Tensor, Tensor], None]
 
 
 class JoinedLinear:
@@ -32,12 +35,16 @@ class JoinedLinear:
                 runs[-1].append(linear)
             else:
                 runs.append([linear])
+        self._linears = linears
         self._products = [_Product(run) for run in runs]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs of all modules, side by side."""
+    def __call__(self, x: Tensor, change: Change | None = None) -> Tensor:
+        """Return the outputs of all modules, side by side, as `change` changes them in place."""
         found = [product(x) for product in self._products]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        y = found[0] if len(found) == 1 else torch.cat(found, -1)
+        if change is not None:
+            change(self._linears, x, y)
+        return y
 
 
 def _joins(linears: Sequence[nn.Module]) -> bool:

@@ -153,7 +153,7 @@ class MixedGraphs:
     """`forward` recorded for every number of tokens. All records write their logits to the same place."""
 
     def __init__(self, forward: Forward, buffers: MixedBuffers, recorded: Recorder) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._logits: Tensor | None = None
 
         def step(size: int) -> Callable[[], Tensor]:
@@ -174,12 +174,20 @@ class MixedGraphs:
             buffers.fill_whole(size)
             self._graphs[size] = recorded(step(size))
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of tokens of recorded steps."""
+        return self.buffers.sizes
+
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether `run` can do the batch."""
-        buffers = self._buffers
+        return batch.adapters is None and self.holds(batch)
+
+    def holds(self, batch: ForwardBatch) -> bool:
+        """Whether the buffers can have the batch."""
+        buffers = self.buffers
         return (
             batch.embeddings is None
-            and batch.adapters is None
             and batch.seen is None
             and batch.positions.dim() == 1
             and 0 < len(batch.logit_positions) <= buffers.max_rows
@@ -190,7 +198,7 @@ class MixedGraphs:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Return the logits of the batch. The next run may overwrite them."""
-        sizes = self._buffers.sizes
+        sizes = self.sizes
         size = sizes[bisect_left(sizes, batch.num_tokens)]
-        self._buffers.fill(batch, size)
+        self.buffers.fill(batch, size)
         return self._graphs[size]()[: len(batch.logit_positions)]

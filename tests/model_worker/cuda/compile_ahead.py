@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from model_worker.attention.triton import PIECE, _shape
 from model_worker.cuda import (
+    adapter_kernel,
     edge_kernel,
     extremes_kernel,
     fill_kernel,
@@ -58,6 +59,7 @@ POINTERS = {
     **dict.fromkeys(("codes", "a_codes", "b_codes"), "*fp8e4nv"),
     **dict.fromkeys(("scales", "a_scales", "b_scales"), "*fp32"),
 }
+OF_ADAPTERS = ("shrink", "expand")
 # Products with weights of four bits.
 OF_INT4 = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many", "experts"))
 # Only cards with products of these numbers round to them.
@@ -73,7 +75,7 @@ OF_THE_MODEL = (
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
     *("extremes", "edge", "pick", "finish and report", "finish"),
-    *("add and norm", "rotary", "gate", *OF_FP8, *OF_INT4),
+    *("add and norm", "rotary", "gate", *OF_FP8, *OF_INT4, *OF_ADAPTERS),
 )
 
 
@@ -127,6 +129,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
         tile = {"ROWS": rows, "COLUMNS": columns, "STEP": 32 if kind == 1 else 128, "PER_GROUP": 1, "TOGETHER": 8}
         flags = {"BIASED": True, "SPLIT": split, "KIND": kind % 3, "MIDDLE": 8}
         yield name, int4_kernel.int4_kernel, {**tile, **flags}, "bf16"
+    ranks = {"FIELDS": adapter_kernel.FIELDS, "MOST_RANK": adapter_kernel.MOST_RANK, "RANKS": 16}
+    yield OF_ADAPTERS[0], adapter_kernel.shrink_kernel, {**ranks, "INPUTS": 256}, "bf16"
+    yield OF_ADAPTERS[1], adapter_kernel.expand_kernel, {**ranks, "OUTPUTS": 128}, "bf16"
     of_expert = {"ROWS": 16, "COLUMNS": 64}
     experts = {**of_expert, "SIDE": 128, "BLOCKED": True}
     yield OF_FP8[-1], fp8_block_kernel.block_experts_kernel, experts, "bf16"
@@ -151,6 +156,8 @@ def main(arguments: list[str]) -> None:
             if kind in OF_INT4:
                 zeros = "*i8" if constants["KIND"] == ZEROS else "*fp16"
                 types |= {"codes": "*u8", "scales": "*fp16", "zeros": zeros, "parts": "*fp32", "arrived": "*i32"}
+            if kind in OF_ADAPTERS:
+                types |= {"inner": "*fp32", "y": "*bf16", "table": "*i64", "column": "*i32"}
             signature = {
                 argument: "constexpr" if argument in constants else types.get(argument, "i32")
                 for argument in kernel.arg_names

@@ -28,6 +28,6 @@ def test_kernels_compile_for_a_gpu() -> None:
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {one["target"] for one in found} == set(LIMITS)
-    assert [one["kernel"] for one in found] == list(FEW)
+    assert sorted(one["kernel"] for one in found) == sorted(FEW)
     for one in found:
         assert one["shared"] <= LIMITS[one["target"]], one

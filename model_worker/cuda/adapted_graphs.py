@@ -1,0 +1,74 @@
+"""Recorded steps of rows with adapters: the same buffers as those without, and a column of slots beside them.
+
+Each size is recorded when it is first wanted, and again once adapters change other modules than before. Knows batches
+and slots; it does not know adapters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model_worker.batch import ForwardBatch
+from model_worker.cuda.graphs import DecodeGraphs, Recorder
+from model_worker.cuda.mixed_graphs import MixedGraphs
+from model_worker.device_copy import upload_together
+
+# Logits of a batch whose tokens have these slots, i32[T].
+AdaptedForward = Callable[[ForwardBatch, Tensor], Tensor]
+
+
+class AdaptedGraphs:
+    """`forward` recorded for the sizes of steps that had adapters so far."""
+
+    def __init__(
+        self, decode: DecodeGraphs, mixed: MixedGraphs | None, forward: AdaptedForward, recorded: Recorder
+    ) -> None:
+        self._decode = decode
+        self._mixed = mixed
+        self._forward = forward
+        self._recorded = recorded
+        self._device = decode.buffers.device
+        most = max(decode.buffers.max_rows, 0 if mixed is None else mixed.buffers.max_rows + 1)
+        # Of each sequence, and of the one that pads.
+        self._slots = torch.full((most,), -1, dtype=torch.int32, device=self._device)
+        self._graphs: dict[tuple[bool, int], Callable[[], Tensor]] = {}
+        self._generation = 0
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether `run` can do the batch."""
+        return self._decode.holds(batch) or (self._mixed is not None and self._mixed.holds(batch))
+
+    def run(self, batch: ForwardBatch, slots: NDArray[np.int32], generation: int) -> Tensor:
+        """Return the logits of a batch whose sequences have these slots. The next run may overwrite them."""
+        if generation != self._generation:
+            self._graphs.clear()
+            self._generation = generation
+        padded = np.full(len(self._slots), -1, np.int32)
+        padded[: len(slots)] = slots
+        self._slots.copy_(upload_together([padded], self._device)[0])
+        decodes = self._decode.holds(batch)
+        source: Any = self._decode if decodes else self._mixed
+        sizes = source.sizes
+        size = sizes[bisect_left(sizes, batch.num_tokens)]
+        source.buffers.fill(batch, size)
+        key = decodes, size
+        if key not in self._graphs:
+            self._graphs[key] = self._recorded(lambda: self._step(source.buffers.batch(size), decodes))
+        return self._graphs[key]()[: len(batch.logit_positions)]
+
+    def _step(self, batch: ForwardBatch, decodes: bool) -> Tensor:
+        tokens = batch.num_tokens
+        if decodes:
+            return self._forward(batch, self._slots[:tokens])
+        # The sequence of each token: how many have ended before it, or with it.
+        ends = batch.query_start[1:].contiguous()
+        places = torch.arange(tokens, device=self._device, dtype=ends.dtype)
+        owners = torch.searchsorted(ends, places, right=True)
+        return self._forward(batch, self._slots[owners.clamp(max=len(self._slots) - 1)])
