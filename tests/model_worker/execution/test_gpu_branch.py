@@ -1,0 +1,104 @@
+"""All that a GPU's worker does, on the CPU: steps in flight, recorded steps, fused layers, attention and draw by
+kernels. Tokens and reports are those of plain torch, of steps one by one, and of the host's draw.
+
+Kernels are interpreted, and a replay calls what was to be recorded again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from interfaces import Join, LogprobMode, SamplingParams
+from model_worker.backends import modules
+from model_worker.sampling.draw_triton import TritonDraw
+from tests.model_worker.cuda.interpreter import need_triton
+from tests.model_worker.cuda.test_capture import FUSED, load
+from tests.model_worker.execution.tiny_worker import BLOCK_SIZE, BLOCKS_PER_ROW, ROWS, TinyWorker, join
+from tests.model_worker.sampling.test_ahead import assert_alike
+from tests.model_worker.tiny_models import VOCAB
+
+need_triton()
+
+# And their layers: two where these differ.
+FAMILIES = {"llama": 1, "qwen3": 1, "gemma3_text": 2, "mistral": 1, "gpt_oss": 2, "mixtral": 1, "deepseek_v3": 2}
+# What rows ask for, one each.
+WISHES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 50},
+    {"temperature": 0.7, "frequency_penalty": 0.9, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    {"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "top_logprobs": 3},
+    {"temperature": 0.8, "min_p": 0.01, "logprobs": LogprobMode.WARPED, "top_logprobs": 4, "logprob_ids": (7,)},
+)
+# Tokens of prompts: windows cut the longest, and the last one comes in two parts, of which one is beside decode rows.
+LENGTHS = (3, 13, 4, 5)
+PARTS = (6, 4)
+LATE = len(LENGTHS)
+DECODES = 2
+MOST_TOKENS = 32
+
+
+class Replays:
+    """A recorder that calls again, and the number of replays by the recorded function."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        kind = "mixed" if "MixedGraphs" in function.__qualname__ else "decode"
+
+        def replay() -> Tensor:
+            self.counts[kind] += 1
+            return function()
+
+        return replay
+
+
+def launched(worker: TinyWorker, joins: list[Join]) -> list[Any]:
+    """Launch prompts, decode rows beside the rest of a prompt, and decode steps. A step is launched before the one
+    before is read."""
+    rows = list(range(len(joins)))
+    steps: list[tuple[list[int], list[int] | None, list[Join]]] = [
+        (rows, [*LENGTHS, PARTS[0]], joins),
+        (rows, [1] * LATE + [PARTS[1]], []),
+        *[(rows[::-1], None, [])] * DECODES,
+    ]
+    pending = [worker.begin(*step) for step in steps]
+    return [each.result() for each in pending]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_those_of_plain_torch(
+    family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = Replays()
+    monkeypatch.setattr(modules, "CudaRecorder", lambda: replays)
+    loaded = load(family, tmp_path_factory.getbasetemp(), FAMILIES[family])
+    assert (loaded.layers is not None) == (family in FUSED)
+    plain = TinyWorker(replace(loaded, layers=None, attention_name="reference"))
+    worker = TinyWorker(loaded, "cuda")
+    worker.shared.sampler.use_kernels(TritonDraw(torch.device("cpu"), loaded.vocab_size))
+    worker.backend.record(ROWS, BLOCKS_PER_ROW * BLOCK_SIZE, MOST_TOKENS, ROWS * BLOCKS_PER_ROW)
+    assert worker.backend.records
+    replays.counts.clear()
+    rng = np.random.default_rng()
+    prompts = [rng.integers(3, VOCAB, length).tolist() for length in (*LENGTHS, sum(PARTS))]
+    seeds = rng.integers(1 << 40, size=len(prompts)).tolist()
+    joins = [
+        join(row, prompt, SamplingParams(seed=seed, **wishes))
+        for row, (prompt, seed, wishes) in enumerate(zip(prompts, seeds, WISHES, strict=True))
+    ]
+    got, want = launched(worker, joins), launched(plain, joins)
+    assert set(worker.taken) == {"OverlapCuda"}
+    assert replays.counts == {"mixed": 2, "decode": DECODES}
+    for one, other in zip(got, want, strict=True):
+        assert one.rows.tolist() == other.rows.tolist()
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert_alike(one.reports, other.reports)
