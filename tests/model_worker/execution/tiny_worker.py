@@ -42,9 +42,11 @@ class Recorded:
 class TinyWorker:
     """`overlap` and `most_guesses` are those of `executors_for`. A row has all its blocks from its join on."""
 
-    def __init__(self, loaded: LoadedModel, overlap: str = "off", most_guesses: int = 0) -> None:
-        runner = ModelRunner(loaded, ROWS * BLOCKS_PER_ROW, BLOCK_SIZE)
-        rows = WorkerRows(ROWS, BLOCKS_PER_ROW * BLOCK_SIZE, BLOCK_SIZE, runner.num_blocks)
+    def __init__(
+        self, loaded: LoadedModel, overlap: str = "off", most_guesses: int = 0, block_size: int = BLOCK_SIZE
+    ) -> None:
+        runner = ModelRunner(loaded, ROWS * BLOCKS_PER_ROW, block_size)
+        rows = WorkerRows(ROWS, BLOCKS_PER_ROW * block_size, block_size, runner.num_blocks)
         self.backend: Any = runner.backend
         sampler = SamplerRows(ROWS, loaded.vocab_size, loaded.device, counts_there=overlap == "cuda")
         self.shared = DeviceStep(rows, sampler, self.backend, WorkerIdentity(0, 0))
