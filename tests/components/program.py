@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -13,8 +14,8 @@ import pytest
 from tests.program import Running
 
 START_SECONDS = 30.0
-SYSTEM_PATHS = ":/usr/sbin:/usr/local/sbin"
-"""Debian puts servers there, and the path of an ordinary user lacks it."""
+SYSTEM_PATHS = f":/usr/sbin:/usr/local/sbin:{Path(sys.executable).parent}"
+"""Debian puts servers there, and Python packages their programs beside the interpreter: an ordinary path lacks both."""
 
 
 def find(name: str) -> str | None:
