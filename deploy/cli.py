@@ -144,6 +144,19 @@ def _add_worker(commands: Any) -> None:
         help="number of this worker (default: the server gives it one); a second machine that is started with the same "
         "number stands by until the first has gone",
     )
+    group = parser.add_argument_group(
+        "a group of ranks on several hosts",
+        "docs/scale.md. One `worker` on each host, with the same keys and settings; what is left out of these three is "
+        "read from LWS_GROUP_SIZE, LWS_WORKER_INDEX and LWS_LEADER_ADDRESS, as a LeaderWorkerSet sets them.",
+    )
+    group.add_argument("--nodes", type=int, default=None, metavar="N", help="hosts whose ranks are one worker")
+    group.add_argument("--node", type=int, default=None, metavar="N", help="number of this host, from 0")
+    group.add_argument(
+        "--rendezvous",
+        default=None,
+        metavar="HOST:PORT",
+        help="where the ranks meet: an address of host 0; without HOST that of LWS_LEADER_ADDRESS",
+    )
     for setting in dataclasses.fields(Settings):
         wanted = setting.metadata["group"] in ("model", "capacity") or setting.name in ("curve_keys", "log_level")
         if wanted and setting.name not in _REPEATED:
@@ -200,10 +213,12 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _worker(arguments: argparse.Namespace) -> int:
+    from deploy.nodes import nodes_of
     from deploy.remote_worker import work
 
+    nodes = nodes_of(arguments.nodes, arguments.node, arguments.rendezvous, os.environ)
     flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
-    return work(resolve(flags, os.environ).settings, arguments.endpoint, arguments.index)
+    return work(resolve(flags, os.environ).settings, arguments.endpoint, arguments.index, nodes)
 
 
 def _add_top(commands: Any) -> None:

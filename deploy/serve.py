@@ -48,7 +48,7 @@ _SECONDS_AFTER_DRAIN = 6.0
 _ERRORS_KEPT = 50
 _SECONDS_TO_STOP = 10.0
 # A rank of a group waits for others, which may be stopped.
-_SECONDS_TO_STOP_A_RANK = 5.0
+SECONDS_TO_STOP_A_RANK = 5.0
 # An API process or a scheduler that has not come round its loop for so many seconds is replaced.
 HANG_SECONDS = 30.0
 
@@ -318,7 +318,7 @@ def worker_specs(worker: ChildSpec, ranks: int) -> list[ChildSpec]:
     """Return the processes of a worker: itself, or a group of ranks that live and end together."""
     if ranks == 1:
         return [worker]
-    first = dataclasses.replace(worker, group=worker.name, stop_seconds=_SECONDS_TO_STOP_A_RANK)
+    first = dataclasses.replace(worker, group=worker.name, stop_seconds=SECONDS_TO_STOP_A_RANK)
     others = (
         dataclasses.replace(
             first,

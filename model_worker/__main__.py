@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=1, help="number of workers that share the device")
     parser.add_argument("--background", action="store_true", help="leave the cores to other workers that want them")
     parser.add_argument("--rank", type=int, default=0, help="which rank of a group this is (tensor_parallel)")
+    parser.add_argument("--rendezvous", default="", help="HOST:PORT of a group whose ranks are on several hosts")
     parser.add_argument("--keeper", action="store_true", help="a keeper has the weights, or is to have them")
     parser.add_argument("--connect", default="", help="tcp endpoint of a scheduler on another machine")
     arguments = parser.parse_args()
@@ -96,7 +97,9 @@ def main() -> None:
         if arguments.rank:
             from model_worker.tensor_parallel.start import Rank
 
-            worker: Callable[[], None] = Rank(*place, arguments.rank, own_device, arguments.models).run
+            worker: Callable[[], None] = Rank(
+                *place, arguments.rank, own_device, arguments.models, arguments.rendezvous
+            ).run
         elif pools(settings):
             local = not arguments.connect
             texts = build_texts(settings, arguments.index, arguments.device, epoch, local)
@@ -106,7 +109,7 @@ def main() -> None:
             )
         else:
             file = None if arguments.connect else run_directory.weights_file
-            group = _group(*place, own_device) if settings.tensor_parallel > 1 else None
+            group = _group(*place, own_device, arguments.rendezvous) if settings.tensor_parallel > 1 else None
             what = settings, arguments.index, arguments.device, epoch, arguments.models
             built = build(*what, file, group, not arguments.connect, kept)
             engine, hello, compilation, weights = built
@@ -147,11 +150,11 @@ def _kept_weights(run_directory: RunDirectory, index: int, device: str) -> KeptW
     return KeptWeights(run_directory.keeper_socket(index), lambda: cuda_pieces.CudaPieces(number))
 
 
-def _group(settings: Settings, folder: Path, index: int, epoch: int, device: str) -> Group:
+def _group(settings: Settings, folder: Path, index: int, epoch: int, device: str, rendezvous: str) -> Group:
     """Be rank 0 of a group: wait for the others."""
     from model_worker.tensor_parallel.start import Group
 
-    return Group(settings, folder, index, epoch, device)
+    return Group(settings, folder, index, epoch, device, rendezvous)
 
 
 def _import() -> None:
@@ -468,6 +471,9 @@ def serve(
         sys.exit(CANNOT_WORK)
     except GroupLost as lost:
         log.error("this worker ends: %s", lost)
+        sys.exit(1)
+    if trouble is not None and not loop.leaves and (reason := trouble()):
+        log.error("this worker ends: %s", reason)
         sys.exit(1)
     if loop.leaves:
         phases.leave("was asked to end")

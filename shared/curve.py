@@ -165,7 +165,11 @@ def bind_secure(router: zmq.Socket[bytes], endpoint: str, folder: Path) -> PeerL
 
 def secure_server(socket: Any, folder: Path) -> None:
     """Have the socket take only listed peers at endpoints that it binds from now on. A `PeerList` must be there."""
-    public, secret = _pair(folder / f"{SERVER}.key_secret")
+    _serve_with(socket, folder / f"{SERVER}.key_secret")
+
+
+def _serve_with(socket: Any, file: Path) -> None:
+    public, secret = _pair(file)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -182,6 +186,40 @@ def secure_connection(dealer: Any, folder: Path) -> None:
     dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
     dealer.setsockopt(zmq.CURVE_SERVERKEY, server)
     watch_connection(dealer)
+
+
+class Equals:
+    """Lets those in who have the keys of this peer, and no others. `stop` ends it, once the sockets are closed."""
+
+    def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
+        self._public, _ = _pair(folder / f"{PEER}.key_secret")
+        self._guard = ThreadAuthenticator(context)
+        self._guard.start()
+        self._guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the peer with this public key may come; the authenticator asks."""
+        return key == self._public
+
+    def stop(self) -> None:
+        self._guard.stop()
+
+
+def bind_among_equals(router: zmq.Socket[bytes], endpoint: str, folder: Path) -> None:
+    """Let a socket listen for those who have the same peer's keys. `Equals` must be there. ZMQError if it cannot."""
+    _serve_with(router, folder / f"{PEER}.key_secret")
+    watch_connection(router)
+    router.bind(endpoint)
+
+
+def connect_among_equals(dealer: zmq.Socket[bytes], endpoint: str, folder: Path) -> None:
+    """Connect to a socket of one who has the same peer's keys."""
+    public, secret = _pair(folder / f"{PEER}.key_secret")
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, public)
+    watch_connection(dealer)
+    dealer.connect(endpoint)
 
 
 def check_server_keys(folder: Path) -> None:

@@ -32,6 +32,12 @@ def is_tcp(text: str) -> bool:
     return re.fullmatch(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", text, re.ASCII) is not None
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return the parts of HOST:PORT; an IPv6 address stands in brackets. The port is 0 for what is none."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port) if re.fullmatch("[0-9]{1,5}", port, re.ASCII) else 0
+
+
 def are_origins(text: str) -> bool:
     """Whether these are origins as browsers send them; `null` is the origin of pages without an address."""
     origin = r"null|[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+"

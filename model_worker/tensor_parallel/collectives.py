@@ -1,22 +1,26 @@
-"""Sums and gathers tensors over the ranks by torch.distributed: NCCL on GPUs, gloo on CPUs in tests.
+"""Sums and gathers tensors over the ranks by torch.distributed: NCCL on GPUs, gloo on CPUs of several hosts.
 
 Only `least` waits for the device, so a recorded step has its sums in it. NCCL wants a first use before a recording,
 which the passes of the start are, and the same order of calls on all ranks, which compute the same batches. All ranks
-get the same bits of a sum. Knows tensors. Does not know what is computed.
+get the same bits of a sum. On several hosts sums are counted, and an error of one is the loss of a rank. Knows tensors.
+Does not know what is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-# Seconds for which a rank is awaited: it may still read its weights.
-START_SECONDS = 1800.0
+from model_worker.model import first_line
+from model_worker.tensor_parallel.exchange import START_SECONDS, GroupLost
 
 
 def backend_for(device: torch.device) -> str:
@@ -29,16 +33,19 @@ def backend_for(device: torch.device) -> str:
 
 
 class Collectives:
-    """One rank's end of a group whose ranks meet at a file, which only their user may read."""
+    """One rank's end of a group whose ranks meet at a file, which only their user may read, or at a store over tcp."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Path) -> None:
+    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Path | Store) -> None:
         """Meet the others, which are all there. ValueError where the device's tensors cannot be joined."""
         self.rank = rank
         self.ranks = ranks
         self._device = device
+        name = backend_for(device)
+        met = {"init_method": meeting.as_uri()} if isinstance(meeting, Path) else {"store": meeting}
         dist.init_process_group(
-            backend_for(device),
-            init_method=meeting.as_uri(),
+            # On several hosts the hosts' own tensors are joined, too.
+            name if isinstance(meeting, Path) or device.type == "cpu" else f"cpu:gloo,cuda:{name}",
+            **met,
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=START_SECONDS),
@@ -74,3 +81,48 @@ class Collectives:
         found = torch.tensor([number], dtype=torch.int64, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found.item())
+
+
+class NetworkCollectives(Collectives):
+    """The same on several hosts, where a sum fails when a rank is lost. `explain` says which one was.
+
+    `exchanges` counts sums and gathers as they begin, and `digest` is one of their kinds, types and shapes.
+    """
+
+    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Store, explain: Callable[[], str]) -> None:
+        self.exchanges = 0
+        self.digest = 0
+        self._explain = explain
+        with self._counted("meeting"):
+            super().__init__(rank, ranks, device, meeting)
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of sums and gathers that have begun, and their digest."""
+        return self.exchanges, self.digest
+
+    def sum(self, part: Tensor) -> Tensor:
+        with self._counted(f"sum {part.dtype} {part.shape}"):
+            return super().sum(part)
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        with self._counted(f"gather {part.dtype} {part.shape[:-1]} {widths}"):
+            return super().gather(part, widths)
+
+    def give(self, tensor: Tensor) -> Tensor:
+        with self._counted(f"give {tensor.dtype} {tensor.shape}"):
+            return super().give(tensor)
+
+    def least(self, number: int) -> int:
+        with self._counted("least"):
+            return super().least(number)
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        self.exchanges += 1
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise GroupLost(self._explain() or f"exchange {self.exchanges} fails: {first_line(error)}") from error

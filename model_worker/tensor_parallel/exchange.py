@@ -34,6 +34,9 @@ _LOOK_SECONDS = 0.02
 _MOST_COUNTED = 0.1
 # Seconds for which a rank is awaited while all start: it may still read its weights.
 START_SECONDS = 1800.0
+# Words of a rank's line, behind its counter and its two stamps: its last steps.
+_BEGUN = 3
+_ENDED = 4
 # Kinds of exchanges, as stamps have them.
 _SUM = 1
 _GATHER = 2
@@ -75,6 +78,22 @@ class Exchange:
     def bytes_for(ranks: int, slot_bytes: int) -> int:
         """Return the size of the memory that so many ranks share."""
         return ranks * _LINE_BYTES + 2 * ranks * slot_bytes
+
+    def write_steps(self, begun: int, ended: int) -> None:
+        """Show the others the numbers of this rank's last steps."""
+        line = self.rank * _LINE_BYTES // _WORD_BYTES
+        self._words[line + _BEGUN] = begun
+        self._words[line + _ENDED] = ended
+
+    def read_steps(self, rank: int) -> tuple[int, int]:
+        """Return the numbers of a rank's last steps: that has begun, and that has ended."""
+        line = rank * _LINE_BYTES // _WORD_BYTES
+        return self._words[line + _BEGUN], self._words[line + _ENDED]
+
+    def name(self, rank: int) -> str:
+        """Name a rank for people, with its process, and whether that was stopped."""
+        pid = self._pids[rank]
+        return f"rank {rank} (pid {pid}{_state(pid)})"
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, which have one shape. It is computed in float32."""
@@ -166,12 +185,8 @@ class Exchange:
 
     def _story(self, rank: int, number: int, waited: float) -> str:
         """Say which rank is awaited."""
-        pid = self._pids[rank]
         done = self._arrived(rank)
-        return (
-            f"rank {rank} (pid {pid}{_state(pid)}) hangs: it has not come to exchange {number} in {waited:.0f} s, its "
-            f"last was {done}"
-        )
+        return f"{self.name(rank)} hangs: it has not come to exchange {number} in {waited:.0f} s, its last was {done}"
 
     def _compare(self, stamp: int, number: int) -> None:
         """Raise GroupLost for a rank that exchanges something else: what it computes is not what the others do."""

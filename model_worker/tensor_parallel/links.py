@@ -65,6 +65,15 @@ class Leader:
             os.close(descriptor)
         self.exchange = Exchange(memory, 0, self._pids, slot_bytes, self.check)
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which the slowest rank may be awaited."""
+        return self.exchange.patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self.exchange.patience = seconds
+
     def send(self, message: bytes | bytearray) -> None:
         """Send a message to all. GroupLost for a rank that is gone, or takes nothing for the exchange's patience."""
         for rank, line in self._lines.items():
@@ -134,6 +143,15 @@ class Follower:
         finally:
             os.close(descriptors[0])
         self.exchange = Exchange(memory, place.rank, self._pids, int(said["slot_bytes"]), self.check)
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which the slowest rank may be awaited."""
+        return self.exchange.patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self.exchange.patience = seconds
 
     def receive(self, seconds: float) -> bytes | None:
         """Return the next message; None if there is none within `seconds`. GroupLost when rank 0 has ended."""

@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
 from model_worker.device_copy import ALIGNMENT
 from model_worker.tensor_parallel.exchange import GroupLost
+from model_worker.tensor_parallel.steps import Steps
 
 _HEAD = struct.Struct("<I")
 # The columns of a batch that a model of text computes with, the wide ones first: each begins at a multiple of its own
@@ -46,16 +47,26 @@ class Giving(Protocol):
 class GroupBackend(Backend):
     """Rank 0's part of a model, with which the others compute theirs. On GPUs columns are given by `giving`.
 
+    `steps` counts passes, where somebody watches them.
+
     GroupLost for a pass that the others may have launched, and this rank not.
     """
 
-    def __init__(self, part: Backend, block_size: int, others: Sending, giving: Giving | None = None) -> None:
+    def __init__(
+        self,
+        part: Backend,
+        block_size: int,
+        others: Sending,
+        giving: Giving | None = None,
+        steps: Steps | None = None,
+    ) -> None:
         self.device = part.device
         self.vocab_size = part.vocab_size
         self._part = part
         self._block_size = block_size
         self._others = others
         self._giving = giving
+        self._steps = steps
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         with self._in_step():
@@ -75,7 +86,8 @@ class GroupBackend(Backend):
     def _in_step(self) -> Iterator[None]:
         """End the group where this rank's GPU has no memory for a pass: the others have launched all sums of it."""
         try:
-            yield
+            with nullcontext() if self._steps is None else self._steps.step():
+                yield
         except torch.OutOfMemoryError as error:
             if self._giving is None:
                 raise
@@ -95,15 +107,18 @@ class GroupBackend(Backend):
         self._giving.give(_together(known))
 
 
-def follow(part: Backend, receive: Callable[[], bytes], giving: Giving | None = None) -> None:
-    """Compute this rank's part of each batch that `receive` returns, until that is empty."""
+def follow(
+    part: Backend, receive: Callable[[], bytes], giving: Giving | None = None, steps: Steps | None = None
+) -> None:
+    """Compute this rank's part of each batch that `receive` returns, until that is empty. `steps` counts them."""
     while message := receive():
-        batch, hidden = unpacked(message) if giving is None else _taken(message, giving, part.device)
-        # A step that is recorded is longer than one that is not, so all ranks must compute the same of the two.
-        if hidden:
-            part.hidden(batch)
-        else:
-            part.logits(batch)
+        with nullcontext() if steps is None else steps.step():
+            batch, hidden = unpacked(message) if giving is None else _taken(message, giving, part.device)
+            # A step that is recorded is longer than one that is not, so all ranks must compute the same of the two.
+            if hidden:
+                part.hidden(batch)
+            else:
+                part.logits(batch)
 
 
 def packed(batch: ForwardBatch, hidden: bool = False) -> bytes:

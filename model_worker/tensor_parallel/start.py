@@ -22,13 +22,15 @@ from model_worker.agreement import Agreed
 from model_worker.attention import cpu
 from model_worker.cuda.memory import CudaMemory
 from model_worker.execution.rehearsal import gpu_kv_memory
+from model_worker.kv_cache import default_kv_memory
 from model_worker.model import LoadedModel, Progress
 from model_worker.runner import ModelRunner
-from model_worker.tensor_parallel.collectives import Collectives
 from model_worker.tensor_parallel.exchange import GroupLost
 from model_worker.tensor_parallel.links import Follower, Leader, Place
-from model_worker.tensor_parallel.load import agreement, load_part
+from model_worker.tensor_parallel.load import load_part
+from model_worker.tensor_parallel.network import NetworkFollower, NetworkLeader, NetworkPlace
 from model_worker.tensor_parallel.passes import GroupBackend, follow
+from model_worker.tensor_parallel.ties import follow_here, follow_hosts, lead_here, lead_hosts
 from shared import forkserver, phases
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
@@ -39,8 +41,8 @@ log = logging.getLogger(__name__)
 
 # Types of models whose tokens, in groups, the tests compare with those of one process.
 _PROVEN = {"llama", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "gpt_oss"}
-# Bytes of a slot of the exchange: a piece of a larger tensor stays in a core's cache.
-_SLOT_BYTES = 1 << 20
+# Further settings that ranks share whose settings come from several hosts.
+_OF_ALL_HOSTS = ("kv_memory", "max_running", "max_batch_tokens", "stall_timeout")
 # Share of the least time that a step may take, after which a rank that is awaited is named and given up: before the
 # scheduler gives up the worker.
 _PATIENCE = 0.6
@@ -55,16 +57,21 @@ _LAST_SECONDS = 1.0
 class Group:
     """Rank 0's side: the part of the model that it computes, and the lines to the other ranks."""
 
-    def __init__(self, settings: Settings, folder: Path, index: int, epoch: int, device: str) -> None:
-        """Wait for the other ranks."""
+    def __init__(
+        self, settings: Settings, folder: Path, index: int, epoch: int, device: str, rendezvous: str = ""
+    ) -> None:
+        """Wait for the other ranks: at HOST:PORT of the rendezvous, or on this host.
+
+        GroupLost names those that do not come, and ValueError says that the rendezvous is not on this host.
+        """
         self._settings = settings
         self._ranks = settings.tensor_parallel
         self._device = _device(device)
-        place = _place(settings, folder, index, 0, epoch)
-        _meeting(place).unlink(missing_ok=True)
-        self._leader = Leader(place, _SLOT_BYTES)
-        self._collectives = _collectives(place, self._device)
-        self._agreed = agreement(self._leader.exchange, self._ranks)
+        self._leader: Leader | NetworkLeader
+        if rendezvous:
+            self._leader, self._ties = lead_hosts(_network_place(settings, rendezvous, 0, self._device), self._device)
+        else:
+            self._leader, self._ties = lead_here(_place(settings, folder, index, 0, epoch), self._device)
 
     def load(self, progress: Progress) -> LoadedModel:
         """Load this rank's part of the model, while the others load theirs."""
@@ -72,11 +79,11 @@ class Group:
             self._settings.model,
             self._settings.dtype,
             self._ranks,
-            self._collectives or self._leader.exchange,
+            self._ties.joining,
             progress,
             self._settings.max_model_len,
             self._device,
-            self._agreed,
+            self._ties.agreed,
         )
         log.info(
             "%s is computed by %d ranks with transformers' modules: the fused stack is not used in a group",
@@ -91,10 +98,13 @@ class Group:
         return loaded
 
     def kv_memory(self, loaded: LoadedModel, workers: int) -> int | None:
-        """Return the bytes for a rank's part of K and V on GPUs that so many workers share; None on a CPU."""
-        if self._collectives is None:
+        """Return the bytes for a rank's part of K and V on devices that so many workers share, as each rank has them.
+
+        None for the CPUs of one host.
+        """
+        if self._ties.apart is None:
             return None
-        return self._collectives.least(_rank_memory(self._settings, loaded, workers))
+        return self._ties.apart.least(_rank_memory(self._settings, loaded, workers))
 
     def lead(self, runner: ModelRunner, record: tuple[int, int, int]) -> None:
         """Have the others compute each batch of the runner's, too. Returns when all have computed the first ones.
@@ -104,84 +114,108 @@ class Group:
         size = runner.cache.block_size
         terms = {"num_blocks": runner.num_blocks, "block_size": size, "record": record}
         self._leader.send(json.dumps(terms).encode())
-        if self._collectives is not None:
-            _record(runner, record, self._agreed)
-        runner.backend = GroupBackend(runner.backend, size, self._leader, self._collectives)
+        if self._ties.giving is not None:
+            _record(runner, record, self._ties.agreed)
+        runner.backend = GroupBackend(runner.backend, size, self._leader, self._ties.giving, self._ties.steps)
         runner.warm_up()
         self._leader.send(_STARTED)
-        self._leader.exchange.patience = _patience(self._settings)
+        self._ties.serve(self._leader, _patience(self._settings))
 
     def trouble(self) -> str:
         """Say which rank has ended; empty if none has."""
-        return self._leader.trouble()
+        return self._ties.trouble()
 
 
 class Rank:
     """A rank other than 0: its part of the model, and the line to rank 0."""
 
     def __init__(
-        self, settings: Settings, folder: Path, index: int, epoch: int, rank: int, device: str, workers: int
+        self,
+        settings: Settings,
+        folder: Path,
+        index: int,
+        epoch: int,
+        rank: int,
+        device: str,
+        workers: int,
+        rendezvous: str = "",
     ) -> None:
-        """Load the part, and compute the first passes with it.
+        """Load the part, and compute the first passes with it. Rank 0 is at HOST:PORT, or else on this host.
 
-        Raises ValueError or OSError for a model that cannot be served, and torch's errors for a want of memory.
+        Raises ValueError or OSError for a model that cannot be served, and for settings that are not those of rank 0;
+        torch's errors for a want of memory.
         """
         self._rank = rank
         self._patience = _patience(settings)
         phases.phase("meet rank 0")
-        place = _place(settings, folder, index, rank, epoch)
         torch_device = _device(device)
-        self._link = Follower(place)
-        agreed = agreement(self._link.exchange, settings.tensor_parallel)
-        self._collectives = _collectives(place, torch_device)
+        self._link: Follower | NetworkFollower
+        self._alone = bool(rendezvous)
+        self._terminated = False
+        if rendezvous:
+            place = _network_place(settings, rendezvous, rank, torch_device)
+            self._link, self._ties = follow_hosts(place, torch_device)
+        else:
+            self._link, self._ties = follow_here(_place(settings, folder, index, rank, epoch), torch_device)
         phases.phase("load weights")
         loaded = load_part(
             settings.model,
             settings.dtype,
             settings.tensor_parallel,
-            self._collectives or self._link.exchange,
+            self._ties.joining,
             phases.tensors,
             settings.max_model_len,
             torch_device,
-            agreed,
+            self._ties.agreed,
         )
         phases.phase("allocate KV")
-        if self._collectives is not None:
+        if self._ties.apart is not None:
             # The passes by which the first rank learns what is left are passes of all.
-            self._collectives.least(_rank_memory(settings, loaded, workers))
-        terms = json.loads(_next(self._link))
+            self._ties.apart.least(_rank_memory(settings, loaded, workers))
+        terms = json.loads(self._next())
         runner = ModelRunner(loaded, terms["num_blocks"], terms["block_size"])
         torch.set_grad_enabled(False)
         phases.phase("compile kernels")
-        if self._collectives is None:
+        if self._ties.giving is None:
             cpu.warm_up(runner.cache.layout.dtype)
         else:
-            _record(runner, terms["record"], agreed)
+            _record(runner, terms["record"], self._ties.agreed)
         self._backend = runner.backend
-        follow(self._backend, lambda: _next(self._link), self._collectives)
+        follow(self._backend, self._next, self._ties.giving, self._ties.steps)
 
     def run(self) -> None:
         """Compute what rank 0 computes, until it ends."""
-        terminated: list[int] = []
         # Rank 0 ends its step first, and its end is this one's.
-        signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
-            self._link.exchange.patience = self._patience
+            self._ties.serve(self._link, self._patience)
             # The start has left it off; weights and modules live as long as the process, so it need not visit them.
             gc.collect()
             gc.freeze()
             gc.enable()
             forkserver.has_served()
             phases.ready(rank=self._rank)
-            follow(self._backend, lambda: _next(self._link), self._collectives)
+            follow(self._backend, self._next, self._ties.giving, self._ties.steps)
         except GroupLost as error:
-            if terminated:
+            if self._terminated:
                 return
             log.error("rank %d ends: %s", self._rank, error)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # The supervisor sees the end of the rank that was lost first, and names that.
             time.sleep(_LAST_SECONDS)
             sys.exit(1)
+
+    def _next(self) -> bytes:
+        """Wait for a message, and say meanwhile that this rank lives. Empty where rank 0, which is elsewhere, stays."""
+        while not (self._alone and self._terminated):
+            phases.beat()
+            message = self._link.receive(_IDLE_SECONDS)
+            if message is not None:
+                return message
+        return b""
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self._terminated = True
 
 
 def _record(runner: ModelRunner, record: Sequence[int], agreed: Agreed) -> None:
@@ -192,20 +226,11 @@ def _record(runner: ModelRunner, record: Sequence[int], agreed: Agreed) -> None:
     runner.record(max_rows, max_model_len, max_tokens, agreed)
 
 
-def _next(link: Follower) -> bytes:
-    """Wait for a message, and say meanwhile that this rank lives."""
-    while True:
-        phases.beat()
-        message = link.receive(_IDLE_SECONDS)
-        if message is not None:
-            return message
-
-
 def _rank_memory(settings: Settings, loaded: LoadedModel, workers: int) -> int:
-    """Return the bytes for K and V of one rank on a GPU: its share of the setting, or what steps and workers leave."""
+    """Return the bytes for K and V of one rank: its share of the setting, or what steps and workers leave of a GPU."""
     wanted = parse_memory(settings.kv_memory)
-    if wanted is not None:
-        return wanted // settings.tensor_parallel
+    if wanted is not None or loaded.device.type == "cpu":
+        return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
     most_tokens = step_tokens(settings.max_batch_tokens, settings.devices)
     limits = most_tokens, running_rows(settings.max_running, settings.devices), settings.max_model_len
     return gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits).kv_cache
@@ -220,21 +245,24 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _meeting(place: Place) -> Path:
-    """Return the file at which torch.distributed meets, in a folder that is this user's."""
-    return place.path.with_suffix(f".{place.epoch}.meeting")
-
-
-def _collectives(place: Place, device: torch.device) -> Collectives | None:
-    """Return what joins tensors on GPUs, once all ranks are there; None on a CPU, whose ranks share memory."""
-    return None if device.type == "cpu" else Collectives(place.rank, place.ranks, device, _meeting(place))
-
-
 def _patience(settings: Settings) -> float:
     return max(1.0, _PATIENCE * settings.stall_timeout)
 
 
 def _place(settings: Settings, folder: Path, index: int, rank: int, epoch: int) -> Place:
+    path = folder / f"group-{index}.sock"
+    return Place(path, rank, settings.tensor_parallel, epoch, _terms(settings))
+
+
+def _network_place(settings: Settings, rendezvous: str, rank: int, device: torch.device) -> NetworkPlace:
+    """Return a rank's place. Hosts of other kinds round otherwise, and might choose another expert for a token."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    terms = _terms(settings) | {name: str(getattr(settings, name)) for name in _OF_ALL_HOSTS} | {"kind of device": kind}
+    return NetworkPlace(rendezvous, rank, settings.tensor_parallel, Path(settings.curve_keys), terms)
+
+
+def _terms(settings: Settings) -> dict[str, str]:
+    """Return the settings that all ranks must share, by name."""
     terms: dict[str, Any] = {
         **model_facts(settings),
         "dtype": settings.dtype,
@@ -243,5 +271,4 @@ def _place(settings: Settings, folder: Path, index: int, rank: int, epoch: int) 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    path = folder / f"group-{index}.sock"
-    return Place(path, rank, settings.tensor_parallel, epoch, {name: str(value) for name, value in terms.items()})
+    return {name: str(value) for name, value in terms.items()}

@@ -43,9 +43,10 @@ def test_a_rank_without_memory_says_so_before_it_serves(tmp_path: Path, monkeypa
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory for K and V")
 
-    monkeypatch.setattr(start, "Follower", lambda _: SimpleNamespace(exchange=None))
+    terms = SimpleNamespace(receive=lambda _: b'{"num_blocks": 1, "block_size": 1}')
+    ties = SimpleNamespace(joining=None, agreed=None, apart=None)
+    monkeypatch.setattr(start, "follow_here", lambda *_: (terms, ties))
     monkeypatch.setattr(start, "load_part", lambda *_: None)
-    monkeypatch.setattr(start, "_next", lambda _: b'{"num_blocks": 1, "block_size": 1}')
     monkeypatch.setattr(start, "ModelRunner", full)
     settings = Settings(model=str(tiny_model("llama", tmp_path)), tensor_parallel=2)
     with pytest.raises(torch.OutOfMemoryError):

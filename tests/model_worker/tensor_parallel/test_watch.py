@@ -1,0 +1,209 @@
+"""Who is named when a group stands still: on GPUs, whose events are fakes here, and over a network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model_worker.batch import ForwardBatch
+from model_worker.tensor_parallel import watch as watching
+from model_worker.tensor_parallel.passes import GroupBackend, follow, packed
+from model_worker.tensor_parallel.steps import Standing, Steps, are_idle, awaited
+from model_worker.tensor_parallel.watch import Watch, end_process
+
+BLOCK_SIZE = 4
+
+
+class Event:
+    """An event of a GPU that has come where the GPU has come to it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self._number = self._device.launched = self._device.launched + 1
+
+    def query(self) -> bool:
+        return self._number <= self._device.done
+
+
+class Device:
+    """A GPU that has launched so many steps, and computed fewer."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.done = 0
+
+    def event(self) -> Event:
+        return Event(self)
+
+
+class Part:
+    """A rank's part, which computes nothing."""
+
+    device = torch.device("cpu")
+    vocab_size = 9
+
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        return torch.empty(0)
+
+    hidden = logits
+
+
+class Rank:
+    """A rank on a GPU, with its counter of steps."""
+
+    def __init__(self) -> None:
+        self.gpu = Device()
+        self.steps = Steps(self.gpu.event)
+        self.sent: list[bytes] = []
+
+    def send(self, message: bytes | bytearray) -> None:
+        self.sent.append(bytes(message))
+
+
+class Mates:
+    """Ranks of one host, as they stand."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+
+    def swap(self, own: Standing, waited: float) -> Sequence[Standing]:
+        return [rank.steps.standing() for rank in self._ranks]
+
+    def lost(self) -> str:
+        return ""
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} (pid {4711 + rank})"
+
+
+def batch() -> ForwardBatch:
+    one = np.ones(1, np.int32)
+    return ForwardBatch.build(np.zeros(1, np.int64), one, one, np.zeros((1, 1), np.int32), BLOCK_SIZE, one - 1)
+
+
+def group(patience: float = 9.0) -> tuple[list[Rank], GroupBackend, Watch]:
+    ranks = [Rank(), Rank(), Rank()]
+    part: Any = Part()
+    watch = Watch(ranks[0].steps, Mates(ranks), lambda _: None)
+    watch.patience = patience
+    return ranks, GroupBackend(part, BLOCK_SIZE, ranks[0], None, ranks[0].steps), watch
+
+
+def compute(ranks: Sequence[Rank], first: GroupBackend, messages: dict[int, int]) -> None:
+    """Rank 0 launches a step, and the others as many of those that were sent as `messages` has for them."""
+    first.logits(batch())
+    part: Any = Part()
+    for rank, count in messages.items():
+        waiting = [packed(batch())] * count + [b""]
+        follow(part, lambda waiting=waiting: waiting.pop(0), None, ranks[rank].steps)
+
+
+def test_a_rank_whose_host_has_not_launched_a_step_is_named() -> None:
+    ranks, first, watch = group()
+    compute(ranks, first, {1: 1, 2: 1})
+    for rank in ranks:
+        rank.gpu.done = 1
+    assert watch.look(100.0) == ""
+    assert watch.look(100.0) == "", "nothing is open, so nobody is awaited"
+    compute(ranks, first, {1: 1})
+    assert watch.look(1.0) == ""
+    assert watch.look(8.0) == ""
+    assert watch.look(2.0) == "rank 2 (pid 4713) hangs: it has not begun step 2 in 10 s"
+
+
+def test_a_gpu_that_does_not_end_a_step_is_named() -> None:
+    ranks, first, watch = group()
+    compute(ranks, first, {1: 1, 2: 1})
+    ranks[0].gpu.done = ranks[2].gpu.done = 1
+    watch.look(0.0)
+    assert watch.look(10.0) == "rank 1 (pid 4712) hangs: it has begun step 1 and not ended it in 10 s"
+
+
+def test_steps_that_go_on_start_the_time_anew() -> None:
+    ranks, first, watch = group()
+    for done in range(5):
+        compute(ranks, first, {1: 1, 2: 1})
+        ranks[0].gpu.done = done
+        assert watch.look(8.0) == ""
+
+
+def test_nobody_is_named_while_the_group_starts() -> None:
+    ranks, first, watch = group()
+    watch.patience = None
+    compute(ranks, first, {1: 1})
+    watch.look(0.0)
+    assert watch.look(100.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("standings", "ranks", "undone"),
+    [
+        ([Standing(5, 4), Standing(4, 4), Standing(5, 4)], [1], "has not begun step 5"),
+        ([Standing(5, 4, 90), Standing(5, 4, 88), Standing(5, 4, 90)], [1], "has not come to exchange 90, in step 5"),
+        ([Standing(5, 4, 90), Standing(5, 5, 90)], [0], "has begun step 5 and not ended it"),
+    ],
+)
+def test_who_is_awaited(standings: list[Standing], ranks: list[int], undone: str) -> None:
+    assert awaited(standings) == (ranks, undone)
+    assert not are_idle(standings)
+
+
+class Told:
+    """A rank that is told how all stand, and which is lost."""
+
+    def __init__(self) -> None:
+        self.standings: list[Standing] = []
+        self.story = ""
+
+    def swap(self, own: Standing, waited: float) -> Sequence[Standing]:
+        return [own, *self.standings]
+
+    def lost(self) -> str:
+        return self.story
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+
+def test_a_rank_that_sums_something_else_is_named() -> None:
+    digests = iter([11, 12])
+    steps = Steps(None, lambda: (40, next(digests, 12)))
+    told = Told()
+    watch = Watch(steps, told, lambda _: None)
+    with steps.step():
+        pass
+    told.standings = [Standing(1, 1, 40, 11)]
+    assert watch.look(0.25) == ""
+    with steps.step():
+        pass
+    assert watch.look(0.25) == "", "rank 1 is behind, and right so far"
+    told.standings = [Standing(2, 2, 40, 13)]
+    assert watch.look(0.25) == "rank 1 diverges: by the end of step 2 sums are 0000000c and 0000000d"
+
+
+def test_the_thread_ends_with_the_first_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    told.standings = [Standing()]
+    stories: list[str] = []
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.001)
+    watch = Watch(Steps(None), told, stories.append)
+    watch.start()
+    told.story = "rank 1 is not heard"
+    watch.join(60.0)
+    assert stories == [watch.story] == ["rank 1 is not heard"]
+
+
+def test_a_process_whose_main_thread_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(watching.os, "_exit", ended.append)
+    monkeypatch.setattr(time, "sleep", ended.append)
+    end_process(lambda: ended.append("woken"), "rank 1 hangs")
+    assert ended == ["woken", 2.0, 1]
