@@ -13,6 +13,7 @@ from deploy.model_paths import resolve_model
 from deploy.nodes import Nodes
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
 from deploy.serve import (
+    HANG_SECONDS,
     SECONDS_TO_STOP_A_RANK,
     command,
     common_environment,
@@ -95,6 +96,8 @@ def node_specs(
             argv=[*worker.argv, "--rank", str(rank), "--rendezvous", nodes.rendezvous, "--device", device],
             device=device,
             group=worker.name,
+            # Its scheduler cannot end it, and all others wait for it.
+            hang_seconds=max(HANG_SECONDS, 2.0 * settings.stall_timeout),
             stop_seconds=SECONDS_TO_STOP_A_RANK,
             stack_file=worker.stack_file.removesuffix(".stack") + (f".{rank}.stack" if rank else ".stack"),
         )

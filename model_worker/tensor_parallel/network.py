@@ -46,14 +46,21 @@ class NetworkPlace:
     keys: Path
     terms: Mapping[str, str]
 
-    def address(self) -> tuple[str, int]:
-        """Return the address of the rendezvous, as a number, and its port. GroupLost for a name that nobody knows."""
+    def address(self, seconds: float) -> tuple[str, int]:
+        """Return the address of the rendezvous, as a number, and its port. GroupLost if its name is not known in time.
+
+        Kubernetes knows the name of a pod some seconds after it has started.
+        """
         host, port = host_and_port(self.rendezvous)
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise GroupLost(f"the host of the rendezvous {self.rendezvous} is not known: {error}") from None
-        return str(found[0][4][0]), port
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    text = f"the host of the rendezvous {self.rendezvous} is not known: {error}"
+                    raise GroupLost(text) from None
+            time.sleep(_GREETING_SECONDS)
 
     def digest(self) -> str:
         """Return a digest of the settings that all must share."""
@@ -63,16 +70,16 @@ class NetworkPlace:
 class NetworkLeader:
     """The links of rank 0 to the others. `store_port` and `beat_port` are where tensors and heartbeats meet."""
 
-    def __init__(self, place: NetworkPlace) -> None:
-        """Listen. ValueError where the rendezvous is no address of this host."""
+    def __init__(self, place: NetworkPlace, seconds: float = MEETING_SECONDS) -> None:
+        """Listen, as soon as the rendezvous is known. ValueError where the rendezvous is no address of this host."""
         self.place = place
         self.patience = START_SECONDS
         # What ranks are called, by their numbers.
         self.names = {0: f"rank 0 (pid {os.getpid()} on {socket.gethostname()})"}
+        self.address, port = place.address(seconds)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = Equals(self._context, place.keys)
         self._identities: dict[int, bytes] = {}
-        self.address, port = place.address()
         self._router = router(self._context)
         self.beats = router(self._context)
         try:
@@ -143,9 +150,9 @@ class NetworkFollower:
         """Come to rank 0. GroupLost if it is not there in time, ValueError where it refuses this rank's settings."""
         self.place = place
         self.patience = START_SECONDS
+        self.address, port = place.address(seconds)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = dealer(self._context)
-        self.address, port = place.address()
         connect_among_equals(self._dealer, endpoint(self.address, port), place.keys)
         said = self._come(time.monotonic() + seconds, seconds)
         self.names = {int(rank): str(name) for rank, name in said["names"].items()}

@@ -152,6 +152,7 @@ class Rank:
         self._link: Follower | NetworkFollower
         self._alone = bool(rendezvous)
         self._terminated = False
+        self._serves = False
         if rendezvous:
             place = _network_place(settings, rendezvous, rank, torch_device)
             self._link, self._ties = follow_hosts(place, torch_device)
@@ -195,6 +196,7 @@ class Rank:
             gc.enable()
             forkserver.has_served()
             phases.ready(rank=self._rank)
+            self._serves = True
             follow(self._backend, self._next, self._ties.giving, self._ties.steps)
         except GroupLost as error:
             if self._terminated:
@@ -206,9 +208,10 @@ class Rank:
             sys.exit(1)
 
     def _next(self) -> bytes:
-        """Wait for a message, and say meanwhile that this rank lives. Empty where rank 0, which is elsewhere, stays."""
+        """Wait for a message; a rank that serves says meanwhile that it lives. Empty to end where rank 0 stays."""
         while not (self._alone and self._terminated):
-            phases.beat()
+            if self._serves:
+                phases.beat()
             message = self._link.receive(_IDLE_SECONDS)
             if message is not None:
                 return message

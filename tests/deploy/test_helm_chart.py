@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from deploy.cli import read
+from deploy.nodes import Nodes, nodes_of
 from shared import curve
 from shared.settings_sources import resolve
 
@@ -51,6 +53,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **REMOTE,
         "workers": {**REMOTE["workers"], "leaderWorkerSet": True},
         "autoscaling": {"enabled": True},
+    },
+    "shared models": {**REMOTE, "model": "/models/chat", "workers": {**REMOTE["workers"], "nodes": 2, "gpus": 4}},
+    "scaled shared models": {
+        "workers": {**REMOTE["workers"], "nodes": 2},
+        "autoscaling": {"enabled": True},
+        "disruptionBudget": "25%",
     },
     "scaled workers": {**REMOTE, "autoscaling": {"enabled": True, "max": 8}, "settings": {"quantization": "int8"}},
 }
@@ -101,7 +109,7 @@ def pods(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [each["spec"]["template"] for each in of_kind(objects, "Deployment")]
     for each in of_kind(objects, "LeaderWorkerSet"):
         group = each["spec"]["leaderWorkerTemplate"]
-        found += [group["leaderTemplate"], group["workerTemplate"]]
+        found += [group[name] for name in ("leaderTemplate", "workerTemplate") if name in group]
     return found
 
 
@@ -171,6 +179,37 @@ def test_a_group_is_a_server_and_its_workers() -> None:
     assert pods(alone)[0] == template["leaderTemplate"]
 
 
+def test_pods_that_share_a_model_are_ranks_of_one_worker() -> None:
+    objects = render(VARIANTS["shared models"])
+    [group] = of_kind(objects, "LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["replicas"], template["size"]) == (2, 2)
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert group["metadata"]["name"] not in {each["metadata"]["name"] for each in of_kind(objects, "Service")}
+    [worker] = template["workerTemplate"]["spec"]["containers"]
+    given = {each["name"]: each["value"] for each in worker["env"]}
+    assert given["TOKENYARD_DEVICES"] == "cuda:0+cuda:1+cuda:2+cuda:3"
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert worker["args"][:2] == ["worker", "tcp://yard-tokenyard-workers:5600"]
+    read_as = read(worker["args"])
+    kubernetes = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "yard-worker-0.yard-worker"}
+    nodes = nodes_of(read_as.nodes, read_as.node, read_as.rendezvous, kubernetes)
+    assert nodes is not None
+    assert nodes == Nodes(2, 1, "yard-worker-0.yard-worker:5700")
+    settings = dataclasses.replace(resolve({}, given).settings, tensor_parallel=4)
+    assert [*nodes.ranks(settings)] == [4, 5, 6, 7]
+    [policy] = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"].endswith("-worker")]
+    [rule] = policy["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
+
+
+def test_gpus_of_a_pod_are_one_worker() -> None:
+    objects = render({"workers": {**REMOTE["workers"], "gpus": 2}})
+    [worker] = [one for one, _ in containers(objects) if one["name"] == "worker"]
+    assert {each["name"]: each["value"] for each in worker["env"]}["TOKENYARD_DEVICES"] == "cuda:0+cuda:1"
+    assert "--rendezvous=:5700" not in worker["args"]
+
+
 def test_there_are_few_values_and_the_schema_knows_all() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert len(leaves(values)) < 40
@@ -190,7 +229,10 @@ def test_there_are_few_values_and_the_schema_knows_all() -> None:
         ({"replicas": "two"}, "replicas"),
         ({"settings": {"api_key": "secret"}}, "api_key"),
         ({"settings": {"devices": "cpu"}}, "devices"),
-        ({"workers": {"gpus": 2}}, "gpus"),
+        ({"workers": {"gpus": 17}}, "gpus"),
+        ({"workers": {"nodes": 0}}, "nodes"),
+        ({"workers": {**REMOTE["workers"], "nodes": 2, "leaderWorkerSet": True}}, "cannot have groups"),
+        ({"disruptionBudget": "some"}, "disruptionBudget"),
         ({"workers": {"leaderWorkerSet": "yes"}}, "leaderWorkerSet"),
         ({"workers": {"replicas": 1}}, "CURVE keys"),
         ({**REMOTE, "replicas": 2}, "install the chart once for each server"),

@@ -50,6 +50,7 @@ def test_each_device_of_a_host_has_a_rank(devices: str, of_each: int, tmp_path: 
     for number, (spec, device) in enumerate(zip(specs, devices.split("+"), strict=True)):
         rank = of_each + number
         words = " ".join(spec.argv)
+        assert spec.hang_seconds == 30.0, "others wait for a rank that was stopped"
         assert spec.name == f"model_worker:remote.{rank}"
         assert words.endswith(f"--rank {rank} --rendezvous head:5700 --device {device}")
         assert "--connect tcp://head:5600" in words

@@ -7,6 +7,11 @@
 {{- if and .Values.workers.leaderWorkerSet (gt (int .Values.workers.replicas) 0) }}groups{{ end }}
 {{- end }}
 
+{{/* Not empty where each worker is a group of pods. */}}
+{{- define "tokenyard.nodes" -}}
+{{- if and (gt (int .Values.workers.nodes) 1) (gt (int .Values.workers.replicas) 0) }}nodes{{ end }}
+{{- end }}
+
 {{/* Labels that never change: they select pods. `part` is server or worker. */}}
 {{- define "tokenyard.selector" -}}
 app.kubernetes.io/name: tokenyard

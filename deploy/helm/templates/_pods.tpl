@@ -148,9 +148,18 @@ spec:
         {{- with $values.model }}
         - {{ . | quote }}
         {{- end }}
+        {{- if include "tokenyard.nodes" . }}
+        # What else there is to know of the group is in the variables of the LeaderWorkerSet.
+        - --rendezvous=:5700
+        {{- end }}
       env:
         - name: TOKENYARD_CURVE_KEYS
           value: /keys
+        {{- if gt (int $values.workers.gpus) 1 }}
+        # One worker of all of them.
+        - name: TOKENYARD_DEVICES
+          value: cuda:0{{ range $gpu := untilStep 1 (int $values.workers.gpus) 1 }}+cuda:{{ $gpu }}{{ end }}
+        {{- end }}
         {{- include "tokenyard.environment" . | nindent 8 }}
       resources:
         {{- include "tokenyard.resources" (dict "resources" $values.workers.resources "gpus" $values.workers.gpus) | nindent 8 }}

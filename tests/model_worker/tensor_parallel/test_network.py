@@ -91,7 +91,7 @@ def test_a_rendezvous_that_is_elsewhere_is_refused_by_rank_0(place: NetworkPlace
     with pytest.raises(ValueError, match=r"rendezvous 192\.0\.2\.1:5700 cannot be bound by rank 0"):
         NetworkLeader(replace(place, rendezvous="192.0.2.1:5700"))
     with pytest.raises(GroupLost, match=r"the host of the rendezvous is\.invalid:5700 is not known"):
-        NetworkLeader(replace(place, rendezvous="is.invalid:5700"))
+        NetworkLeader(replace(place, rendezvous="is.invalid:5700"), 0.1)
 
 
 def test_ranks_hear_each_other_and_name_the_one_that_is_silent(place: NetworkPlace) -> None:

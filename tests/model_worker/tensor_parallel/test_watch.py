@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,7 +105,7 @@ def compute(ranks: Sequence[Rank], first: GroupBackend, messages: dict[int, int]
     part: Any = Part()
     for rank, count in messages.items():
         waiting = [packed(batch())] * count + [b""]
-        follow(part, lambda waiting=waiting: waiting.pop(0), None, ranks[rank].steps)
+        follow(part, partial(waiting.pop, 0), None, ranks[rank].steps)
 
 
 def test_a_rank_whose_host_has_not_launched_a_step_is_named() -> None:
@@ -203,7 +205,7 @@ def test_the_thread_ends_with_the_first_loss(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_process_whose_main_thread_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    monkeypatch.setattr(watching.os, "_exit", ended.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(time, "sleep", ended.append)
     end_process(lambda: ended.append("woken"), "rank 1 hangs")
     assert ended == ["woken", 2.0, 1]
