@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from model_worker.host_memory import give_back
 from shared.json_files import read_json_file
 from shared.load_errors import broken_file
 
@@ -29,6 +31,8 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     slice: Any
+    # Whether what is read are pages of a file that is mapped, and not memory of its own.
+    mapped: bool = False
 
     def __getitem__(self, index: Any) -> Tensor:
         """Read a part of the tensor."""
@@ -39,6 +43,11 @@ class Stored:
         """Read all of it. (A tensor without dimensions cannot be indexed otherwise.)"""
         found: Tensor = self.slice[...]
         return found
+
+    def let_go(self) -> None:
+        """Give the pages of the file back. They are read again when the tensor is."""
+        if self.mapped and self.shape:
+            give_back([self.read().view(torch.uint8).numpy()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +116,9 @@ def open_tensors(path: Path) -> dict[str, Stored]:
 def _open(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     file = safe_open(path, framework="pt")
     parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
-    tensors = {name: Stored(name, part.get_dtype(), tuple(part.get_shape()), part) for name, part in parts.items()}
+    tensors = {
+        name: Stored(name, part.get_dtype(), tuple(part.get_shape()), part, mapped=True) for name, part in parts.items()
+    }
     return tensors, file.metadata() or {}
 
 

@@ -151,7 +151,9 @@ class _Decoded:
     dtype: torch.dtype
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self.source.decoded(self.dtype)
+        decoded = self.source.decoded(self.dtype)
+        self.source.let_go()
+        return decoded
 
 
 @dataclass(frozen=True, eq=False)

@@ -184,6 +184,8 @@ def pack_tables(tables: list[Table], in_codes: bool) -> list[CodedLinear]:
             if not isinstance(embedding, EncodedEmbedding):
                 continue
             linear = _panels_of(embedding) if in_codes else None
+        if isinstance(embedding, EncodedEmbedding):
+            embedding.source.let_go()
         if linear is None:
             plain = embedding.plain(nn.Parameter(embedding.weight, requires_grad=False))
             setattr(place.parent, place.name, plain)
@@ -225,4 +227,5 @@ def decode_all(model: nn.Module) -> None:
         encoded = place.module
         if encoded.source not in decoded:
             decoded[encoded.source] = nn.Parameter(encoded.weight, requires_grad=False)
+            encoded.source.let_go()
         setattr(place.parent, place.name, encoded.plain(decoded[encoded.source]))

@@ -84,6 +84,9 @@ class EncodedWeight(ABC):
         """Return the numbers of a weight that is stored so. ValueError for another."""
         raise ValueError("this weight is not stored as e4m3 with a scale for each output, or each block")
 
+    def let_go(self) -> None:  # noqa: B027 (a weight may lie in no file)
+        """Give back what memory pages of a file hold of the weight. They are read again when it is."""
+
     def quantized(self) -> Quantized:
         """Return the weight in int8 per output. A format of such numbers gives its own."""
         starts = range(0, self.shape[0], self.step)

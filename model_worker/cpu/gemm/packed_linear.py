@@ -129,6 +129,7 @@ def quantize_linears(model: nn.Module) -> dict[nn.Module, Quantized]:
         if isinstance(module, EncodedLinear):
             if module.in_features <= MOST_INPUTS:
                 quantized[module] = module.source.quantized()
+                module.source.let_go()
                 module.source = QuantizedWeight(quantized[module])
         elif is_plain(module) and _can_be_quantized(weight := _weight(module)):
             quantized[module] = quantize(weight)
@@ -162,6 +163,7 @@ def pack_linears(
             swapped[linear] = plain if proven is None and plain is not linear else proven
             if isinstance(linear, EncodedLinear):
                 # What is found here keeps the module until the end, and need not keep its weight.
+                linear.source.let_go()
                 del linear.source
         packed = swapped[linear]
         if packed is not None:
@@ -197,6 +199,7 @@ def _keep_codes(model: nn.Module, progress: Progress | None) -> None:
     for done, (parent, name, linear) in enumerate(linears, start=1):
         if linear not in kept:
             kept[linear] = _in_codes(linear)
+            linear.source.let_go()
         coded = kept[linear]
         if coded is not None:
             setattr(parent, name, coded)

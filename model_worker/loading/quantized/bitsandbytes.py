@@ -16,6 +16,7 @@ from torch import Tensor
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import nibbles
+from model_worker.loading.quantized.stored_weight import StoredWeight
 from model_worker.loading.stored import Pool, Stored
 from shared.weight_codes import Codes, Grouped
 
@@ -27,7 +28,7 @@ _TABLE = 1 << _BITS
 _BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 
-class BlockWeight(EncodedWeight):
+class BlockWeight(StoredWeight):
     """A weight of a table of 16, and the greatest value of each block of `block` numbers."""
 
     def __init__(self, codes: Stored, shape: tuple[int, ...], table: Tensor, greatest: Tensor, block: int) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.coded_panels import UnsupportedCodes
-from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import WORD_BITS, check_scales, check_words, spread
+from model_worker.loading.quantized.stored_weight import StoredWeight
 from model_worker.loading.stored import Pool, Stored
 from shared.weight_codes import Codes, Grouped
 
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
     scales: Tensor  # [outputs, groups], as they are stored
 
 
-class GroupedWeight(EncodedWeight):
+class GroupedWeight(StoredWeight):
     """A weight [outputs, inputs] of codes of so many bits.
 
     `groups` is the group of each input, or how many neighbours share one.

@@ -19,6 +19,7 @@ from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import check_scales, powers_of_two, spread
 from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.quantized.stored_weight import StoredWeight
 from model_worker.loading.stored import Pool, Stored
 from shared.weight_codes import E4M3, Codes, Grouped
 
@@ -31,7 +32,7 @@ _MIDDLE = 128
 _CODE_BITS = 8
 
 
-class ScaledWeight(EncodedWeight):
+class ScaledWeight(StoredWeight):
     """A weight [out, in] of int8 or FP8 numbers, scales [row groups, groups of inputs], and zeros of their shape.
 
     `block` are the outputs that share a row of scales.

@@ -27,6 +27,7 @@ from model_worker.loading.quantized.bits import (
     unpack,
 )
 from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.quantized.stored_weight import StoredWeight
 from model_worker.loading.stored import Pool, Stored
 from shared.weight_codes import Codes, Grouped
 
@@ -52,7 +53,7 @@ class _Float(NamedTuple):
 _KINDS = {4: _Float(4, E2M1, 2), 6: _Float(6, E2M3, 8)}
 
 
-class FloatWeight(EncodedWeight):
+class FloatWeight(StoredWeight):
     """A weight [out, in] of u8 [out, in * bits / 8], scales [out, groups] in FP8 or as exponents, and one scale of
     all."""
 
@@ -93,7 +94,7 @@ class FloatWeight(EncodedWeight):
         return Codes(unpack(self._codes[first:last], kind.bits).numpy(), kind.bits, scales, 0, table=kind.whole)
 
 
-class ExpertWeight(EncodedWeight):
+class ExpertWeight(StoredWeight):
     """The matrix [out, in] of an expert of gpt-oss, of all experts' blocks and exponents."""
 
     def __init__(self, blocks: Stored, exponents: Stored, number: int) -> None:
@@ -121,7 +122,7 @@ class ExpertWeight(EncodedWeight):
         return codes.to(torch.uint8), powers_of_two(self._exponents[self._number, first:last])
 
 
-class ExpertsWeight(EncodedWeight):
+class ExpertsWeight(StoredWeight):
     """The weights [experts, in, out] of gpt-oss, of blocks u8 [experts, out, groups, 16] and exponents [.., groups]."""
 
     def __init__(self, blocks: Stored, exponents: Stored) -> None:

@@ -193,6 +193,35 @@ def test_int8_panels_hold_int8_numbers_as_they_are(name: str, llama: Path, tmp_p
             assert torch.equal(module.weight, meant[key].weight)
 
 
+def resident(path: Path) -> int:
+    """Bytes of a file that memory pages of this process hold."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            counts = line.endswith(str(path))
+        elif counts and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "w4a16", "w8a8", "nf4"])
+def test_pages_of_the_file_are_given_back(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    size = SIZE | {"hidden_size": 512, "intermediate_size": 1024}
+    plain = tiny_model("llama", tmp_path_factory.getbasetemp(), **size)
+    path = quantize_checkpoint(plain, tmp_path / "q", FORMATS[name])
+    file = path / "model.safetensors"
+    quantized = sum(t.nbytes for key, t in load_file(file).items() if "_proj." in key)
+    seen: list[int] = []
+
+    def packed(phase: str, done: int, total: int) -> None:
+        if phase == "pack weights" and done == total:
+            seen.append(resident(file))
+
+    load_model(path, "float32", "cpu", packed)
+    # Parts of pages stay at the edges of tensors, and those of the other tensors.
+    assert seen[-1] < file.stat().st_size - 0.7 * quantized
+
+
 def test_four_bits_may_go_to_int8_panels(llama: Path, tmp_path: Path) -> None:
     path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["awq"])
     loaded = load(path, quantization="int8")
