@@ -52,7 +52,7 @@ _CPU = torch.device("cpu")
 class _Recorded:
     """A backend whose passes are recordings of nothing."""
 
-    gives_hidden_states = takes_adapters = row_invariant = False
+    gives_hidden_states = takes_adapters = row_invariant = keeps_states = False
     device = _CPU
 
     def __init__(self, rows: int, blocks: int) -> None:

@@ -5,7 +5,7 @@ Both give what `host_draw.py` gives. Knows rows of logits and of values; not how
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,8 @@ from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
 from model_worker.sampling.columns import forbid
 from model_worker.sampling.device_penalties import DevicePenaltyStage
 from model_worker.sampling.device_rules import DeviceRuleStage
+from model_worker.sampling.draw_records import RecordTable
 from model_worker.sampling.draw_triton import DrawStep, TritonDraw
-from model_worker.sampling.logprobs import Wanted
 from model_worker.sampling.row_values import choices_of
 from model_worker.sampling.scaling import change_and_scale
 from model_worker.sampling.stages import AnyStage
@@ -56,14 +56,13 @@ class RowsAhead:
 
 @dataclass(eq=False)
 class DeviceDraw:
-    """Draws without a wait. `stages` and `wanted` are the sampler's own, and change."""
+    """Draws without a wait. `stages` and `records` are the sampler's own, and change."""
 
     stages: Sequence[AnyStage]
     # Those that kernels know; None: the device is a CPU's, and has operations alone.
     penalties: DevicePenaltyStage | None
     rules: DeviceRuleStage | None
-    # What rows want reported, by row.
-    wanted: Mapping[int, Wanted]
+    records: RecordTable
     # None: operations draw.
     kernels: TritonDraw | None = None
 
@@ -126,9 +125,7 @@ class DeviceDraw:
         if not len(index):
             return None
         rows, values = step.rows[index], values[index]
-        names = np.zeros((len(index), int(values["named"].max())), np.int64)
-        for i in np.flatnonzero(values["named"]).tolist():
-            names[i, : values["named"][i]] = self.wanted[int(rows[i])].ids
+        names = self.records.names(rows, int(values["named"].max()))
         tops = np.where(values["reports"], values["top_logprobs"], -1)
         return AskingRows(index, rows, step.positions[index], tops, names, values["named"])
 

@@ -37,7 +37,8 @@ class RecordTable:
         self.table["place"] = np.arange(max_rows)
         # By row: rules and names.
         self._lists: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        # Whether the device lacks some of them.
+        # All of them, one after the other, and whether the device lacks some.
+        self._all = _NO_LIST
         self._changed = False
         self._there: torch.Tensor | None = None
         self._reporting: set[int] = set()
@@ -82,7 +83,9 @@ class RecordTable:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return what goes to the device: the rows' records i64[rows, words], of which those `masked` have a bitmask
         each, in order; and the lists of all rows, or nothing, if the device has them."""
-        lists = self._joined() if self._changed else _NO_LIST
+        if self._changed:
+            self._all = self._joined()
+        lists = self._all if self._changed else _NO_LIST
         records = self._words.take(rows, axis=0)
         records[:, _POSITION] = positions
         if self._reporting:
@@ -98,6 +101,16 @@ class RecordTable:
             self._there = sent
             self._changed = False
         return self._there
+
+    def names(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int64]:
+        """Return the tokens that rows name, i64[rows, most], and 0 behind them. The `arrays` of these rows were made
+        before."""
+        found = np.zeros((len(rows), most), np.int64)
+        if most:
+            place = np.arange(most)
+            own = place < self.table["name_count"][rows, None]
+            found[own] = self._all[(self.table["names"][rows, None] + place)[own]]
+        return found
 
     def _list(self, row: int, rules: NDArray[np.int64], names: NDArray[np.int64]) -> None:
         self._lists[row] = rules, names

@@ -126,7 +126,7 @@ class SamplerRows:
             self._processed,
         )
         self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
-        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._device_rules, self._wanted)
+        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._device_rules, self._records)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for.
