@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -106,9 +105,7 @@ def test_what_such_a_model_cannot_be_is_refused(loaded: LoadedModel, tmp_path: P
     draft = Path(shutil.copytree(path, tmp_path / "draft"))
     for file in served.glob("token*"):
         shutil.copy(file, draft / file.name)
-    with pytest.raises(
-        ValueError, match="draft: Lfm2ForCausalLM has recurrent states, which cannot take wrong guesses"
-    ):
+    with pytest.raises(ValueError, match="draft: Lfm2ForCausalLM has recurrent states, which cannot"):
         load_guesser(str(draft), str(served), load(served), lambda *_: None)
 
 
@@ -126,4 +123,5 @@ def test_rows_that_begin_in_one_pass_are_told_apart_from_those_that_go_on(loaded
     for tensor in states.tensors.values():
         assert not tensor[0].any()
         assert bool((tensor[1:] == 1).all())
-    assert np.array_equal(batch.starts, [4])
+    assert batch.starts is not None
+    assert batch.starts.tolist() == [4]
