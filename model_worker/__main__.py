@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interfaces import NO_IMAGES, WorkerHello
+from model_worker import step_limits
 from model_worker.start_texts import build_texts, pools, say_that_kernels_come
 from shared import forkserver, logs, phases
 from shared.endpoints import RunDirectory
@@ -26,7 +27,7 @@ from shared.liveness import become
 from shared.load_errors import may_pass
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
-from shared.setting_forms import bytes_of, devices_of_ranks, running_rows, step_tokens
+from shared.setting_forms import bytes_of, devices_of_ranks
 from shared.settings import Settings
 from shared.speech_tokens import SpeechTokenFiles
 
@@ -213,7 +214,7 @@ def build(
     if SpeechTokenFiles.read(settings.model) is not None:
         processors = {**processors, **order_processor()}
     guesser = _load_guesser(settings, loaded)
-    most_rows = running_rows(settings.max_running, settings.devices)
+    most_rows = step_limits.most_rows(settings, loaded.device)
     phases.phase("allocate KV")
     memory = _kv_memory(settings, loaded, models, group)
     if guesser is not None:
@@ -222,7 +223,8 @@ def build(
     most_rows = capacity.max_rows
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size, max_rows=most_rows)
     described = runner.description
-    most = step_tokens(settings.max_batch_tokens, settings.devices)
+    most = step_limits.most_tokens(settings, loaded.device)
+    log.info("a step takes up to %d tokens, and %d sequences run together", most, most_rows)
     steps = most_rows, capacity.max_model_len, most
     if group is not None:
         group.lead(runner, steps)
@@ -276,9 +278,8 @@ def _kv_memory(settings: Settings, loaded: LoadedModel, workers: int, group: Gro
     # A decoder of speech takes no step without a clip.
     if wanted is not None or loaded.device.type != "cuda" or loaded.clip_tokens:
         return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
-    most_tokens = step_tokens(settings.max_batch_tokens, settings.devices)
-    most_rows = running_rows(settings.max_running, settings.devices)
-    limits = most_tokens, most_rows, settings.max_model_len
+    most = step_limits.most_tokens(settings, loaded.device), step_limits.most_rows(settings, loaded.device)
+    limits = *most, settings.max_model_len
     held = 0 if loaded.kept is None else loaded.kept.size
     plan = gpu_kv_memory(loaded, CudaMemory(loaded.device, held), workers, *limits)
     log.info("%s is served by %s", loaded.architecture, plan)
@@ -310,6 +311,7 @@ def _hello(settings: Settings, device: str, shared: DeviceStep, runner: ModelRun
         num_blocks=capacity.num_blocks,
         block_size=loaded.block_size,
         max_rows=shared.rows.max_rows,
+        step_tokens=step_limits.most_tokens(settings, loaded.device),
         max_model_len=capacity.max_model_len,
         vocab_size=loaded.vocab_size,
         architecture=loaded.architecture,

@@ -18,15 +18,15 @@ from shared import logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.pixel_files import is_pipeline
-from shared.setting_forms import local_devices, running_rows, step_tokens
+from shared.setting_forms import local_devices
 from shared.settings import Settings, SettingsError
 from shared.weights_file import WeightsFile
 
 
 def limits_of(settings: Settings) -> Limits:
     return Limits(
-        max_running=running_rows(settings.max_running, settings.devices),
-        max_batch_tokens=step_tokens(settings.max_batch_tokens, settings.devices),
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
         max_text_tokens=settings.max_batch_tokens,
         max_queued=settings.max_queued,
         max_model_len=settings.max_model_len,

@@ -260,7 +260,7 @@ class Scheduler:
             if not worker.in_flight.has_room(most):
                 continue  # as most workers, most of the time
             if worker.weights.ready and not worker.batches.keeps_steps_off and not worker.leaving:
-                budget = limits.max_batch_tokens, limits.most_guesses
+                budget = limits.step_tokens(worker.hello), limits.most_guesses
                 step = build_step(worker, self.incarnation, *budget, self.requests.preempt)
                 if step is not None:
                     steps.append((index, step))

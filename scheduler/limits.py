@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from interfaces import WorkerHello
+from shared.setting_forms import STEP_TOKENS
+
 # Tokens of texts in one batch, where the operator sets no other number. On a CPU larger batches gain nothing.
 CPU_TEXT_TOKENS = 4096
 GPU_TEXT_TOKENS = 16384
@@ -16,8 +19,9 @@ MIN_AWAITED_TOKENS = 128
 class Limits:
     """The operator's limits."""
 
-    max_running: int
-    max_batch_tokens: int
+    # None leaves them to the workers, each of which has sized its memory for so many.
+    max_running: int | None
+    max_batch_tokens: int | None
     max_queued: int
     # None leaves the length to the workers.
     max_model_len: int | None
@@ -35,9 +39,14 @@ class Limits:
     min_awaited_tokens: int = MIN_AWAITED_TOKENS
 
     @property
-    def of_worker(self) -> tuple[int, bool, float, int]:
+    def of_worker(self) -> tuple[int | None, bool, float, int]:
         """Those of a single worker, in the order in which `Worker` takes them."""
         return self.max_running, self.prefix_cache, self.stall_seconds, self.min_awaited_tokens
+
+    def step_tokens(self, hello: WorkerHello) -> int:
+        """The most tokens of a step of the worker with this hello."""
+        own = hello.step_tokens or STEP_TOKENS
+        return min(own, self.max_batch_tokens or own)
 
     def text_batch_tokens(self, device: str) -> int:
         """The most tokens of texts in one batch on a device, such as "cpu", or "cpu+cpu" for a group of ranks."""

@@ -153,7 +153,8 @@ def _put(
     workers = requests.workers.values()
     replica = requests.replicas.number_of(sequence)
     able = [worker for worker in doing(GENERATE, workers) if takes(worker, requests, sequence, isolated)]
-    choices = policy(able, sequence, limits.max_batch_tokens)
+    most = max((limits.step_tokens(worker.hello) for worker in able), default=0)
+    choices = policy(able, sequence, most)
     for i, choice in enumerate(choices):
         if choice.worker.remote and (problem := map_arrays(sequence)):
             requests.refuse_queued(sequence, RequestError(ErrorCode.FAILED, problem))

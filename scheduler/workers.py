@@ -32,7 +32,7 @@ class Worker:
     def __init__(
         self,
         hello: WorkerHello,
-        max_running: int,
+        max_running: int | None,
         prefix_cache: bool,
         stall_seconds: float,
         min_awaited_tokens: int = MIN_AWAITED_TOKENS,
@@ -43,7 +43,7 @@ class Worker:
         self.remote = False
         self.prefill_budget = PrefillBudget()
         self.pool = BlockPool(hello.num_blocks)
-        self.rows = RowTable(min(hello.max_rows, max_running))
+        self.rows = RowTable(min(hello.max_rows, max_running or hello.max_rows))
         self.changes = RowChanges(self.rows)
         self.images = ImageRows(self.rows, hello.images, clock)
         shared = self.rows, self.pool, self.images, self.prefill_budget

@@ -9,9 +9,12 @@ import re
 
 # The most tokens of a sequence that a pass may guess.
 MOST_GUESSES = 15
-# Tokens in a step, where the operator sets no other number: a GPU computes thousands in the time of one.
-_STEP_TOKENS = 512
-_GPU_STEP_TOKENS = 2048
+# Tokens in a step, where the operator sets no other number: a GPU computes thousands in the time of one. What they take
+# beside the weights is much of a small one's memory.
+STEP_TOKENS = 512
+_GPU_STEP_TOKENS = 8192
+_SMALL_GPU_STEP_TOKENS = 2048
+_SMALL_GPU = 40 << 30
 # Sequences computed together, where the operator sets no other number.
 _ROWS = 128
 _GPU_ROWS = 256
@@ -65,9 +68,12 @@ def local_devices(devices: str) -> list[str]:
     return [] if devices == "none" else devices.split(",")
 
 
-def step_tokens(given: int | None, devices: str) -> int:
-    """Return the most tokens of a step: those that are given, or what suits the devices."""
-    return given or (_GPU_STEP_TOKENS if _on_gpus(devices) else _STEP_TOKENS)
+def step_tokens(given: int | None, gpu_memory: int) -> int:
+    """Return the most tokens of a worker's step: those that are given, or what suits a GPU of so many bytes, or a CPU,
+    which has 0."""
+    if given or not gpu_memory:
+        return given or STEP_TOKENS
+    return _GPU_STEP_TOKENS if gpu_memory >= _SMALL_GPU else _SMALL_GPU_STEP_TOKENS
 
 
 def running_rows(given: int | None, devices: str) -> int:

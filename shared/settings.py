@@ -144,12 +144,13 @@ class Settings:
         "capacity",
         None,
         "tokens one forward pass may take; more speeds up long prompts and delays the next token of all others; "
-        "default: 512, on GPUs 2048, and for texts to embed or classify 4096 on a CPU and 16384 on a GPU",
+        "default: 512, on a GPU 8192 (2048 below 40 GiB), and for texts to embed or classify 4096 on a CPU and 16384 "
+        "on a GPU",
     )
     max_running: int | None = _setting(
         "capacity",
         None,
-        "sequences computed together on one worker; further requests wait; default: 128, and 256 where all are GPUs",
+        "sequences computed together on one worker; further requests wait; default: 128, and 256 on a GPU",
     )
     max_queued: int = _setting(
         "capacity", 1024, "requests that may wait; further ones are answered 429 with Retry-After"

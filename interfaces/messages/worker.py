@@ -40,9 +40,10 @@ class WorkerHello:
     """Registers a worker with its capacity, and is its heartbeat every second.
 
     `epoch` counts the starts of this worker slot by its supervisor (`EPOCHS_OF_A_SUPERVISOR`). `max_model_len` is what
-    the model and the KV memory allow for one sequence, in tokens. `drafted` and `accepted` count its draft tokens, and
-    those accepted, since it started; `drafts` the rows of passes that had some, and `accepted_at` the accepted ones by
-    depth. `backend` describes in words what runs the model. `tasks` are GENERATE or values
+    the model and the KV memory allow for one sequence, in tokens. A step has at most `max_rows` sequences and
+    `step_tokens` tokens, for which it sized its memory; 0 tokens: as many as a CPU's. `drafted` and `accepted` count
+    its draft tokens, and those accepted, since it started; `drafts` the rows of passes that had some, and `accepted_at`
+    the accepted ones by depth. `backend` describes in words what runs the model. `tasks` are GENERATE or values
     of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
     and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image),
     WHOLE_IMAGES, or WHOLE_PROMPTS (all tokens of a prompt with images see each other). It has `encoded` images in
@@ -97,6 +98,7 @@ class WorkerHello:
     kv_form: str = ""
     block_bytes: int = 0
     reuses_prefixes: bool = True
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

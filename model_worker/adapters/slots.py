@@ -85,7 +85,7 @@ class AdapterSlots:
     def _proven(self) -> bool:
         """Whether the kernels give what torch gives, which the first adapter finds out."""
         if self._works is None:
-            reason = _unsupported(self._device, self._dtype)
+            reason = unsupported(self._device, self._dtype)
             if reason:
                 log.warning("adapters are computed group by group, since kernels for them do not work: %s", reason)
             self._works = not reason
@@ -96,7 +96,7 @@ class AdapterSlots:
         return plain and len(linear.a) <= _MOST_RANK and linear.a.is_contiguous() and linear.b.is_contiguous()
 
 
-def _unsupported(device: torch.device, dtype: torch.dtype) -> str:
+def unsupported(device: torch.device, dtype: torch.dtype) -> str:
     """Say why a device does not change rows as it should; empty if it does."""
     generator = torch.Generator().manual_seed(0)
 

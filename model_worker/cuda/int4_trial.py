@@ -17,15 +17,20 @@ _REPEATS = 3
 _TIMED_TOKENS = (1, 16, 64)
 
 
-def unsupported(linear: Int4Linear, device: torch.device, dtype: torch.dtype) -> str:
-    """Say why a device does not multiply tokens of `dtype` by this layer's weight as it should; empty if it does."""
+def unsupported(
+    linear: Int4Linear, device: torch.device, dtype: torch.dtype, tokens: tuple[int, ...] | None = None
+) -> str:
+    """Say why a device does not multiply tokens of `dtype` by this layer's weight as it should; empty if it does.
+
+    So many `tokens` are tried, one number after the other; by default all kinds of tiles.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = linear.in_features
     try:
         weight = linear.weight.to(device)
         placed = linear.to(device)
         with torch.inference_mode():
-            for count in _TRIAL_TOKENS:
+            for count in tokens or _TRIAL_TOKENS:
                 # Inputs of unlike sizes, so that a scale or an input in the wrong place shows.
                 x = torch.randn(count, inputs, generator=generator) * torch.randn(inputs, generator=generator).exp()
                 rows = x.to(device, dtype)

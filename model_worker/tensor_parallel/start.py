@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from model_worker import step_limits
 from model_worker.agreement import Agreed
 from model_worker.attention import cpu
 from model_worker.cuda.memory import CudaMemory
@@ -34,7 +35,6 @@ from model_worker.tensor_parallel.ties import follow_here, follow_hosts, lead_he
 from shared import forkserver, phases
 from shared.model_facts import model_facts
 from shared.setting_checks import parse_memory
-from shared.setting_forms import running_rows, step_tokens
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -234,8 +234,8 @@ def _rank_memory(settings: Settings, loaded: LoadedModel, workers: int) -> int:
     wanted = parse_memory(settings.kv_memory)
     if wanted is not None or loaded.device.type == "cpu":
         return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
-    most_tokens = step_tokens(settings.max_batch_tokens, settings.devices)
-    limits = most_tokens, running_rows(settings.max_running, settings.devices), settings.max_model_len
+    most = step_limits.most_tokens(settings, loaded.device), step_limits.most_rows(settings, loaded.device)
+    limits = *most, settings.max_model_len
     return gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits).kv_cache
 
 

@@ -21,7 +21,6 @@ from model_worker.weights.commands import WeightsCommands
 from model_worker.weights.groups import Groups
 from model_worker.weights.serving import ServedModel
 from shared import phases
-from shared.setting_forms import step_tokens
 from shared.settings import Settings
 from shared.weights_file import WeightsFile, stamp_of
 
@@ -100,8 +99,7 @@ def weights_commands(
         shared.change_backend(changed.backend)
 
     def record(changed: ModelRunner) -> None:
-        most = step_tokens(settings.max_batch_tokens, settings.devices)
-        changed.record(hello.max_rows, hello.max_model_len, most)
+        changed.record(hello.max_rows, hello.max_model_len, hello.step_tokens)
 
     served = ServedModel(runner, version, settings.model, load, use, record, shared.adapters)
     return WeightsCommands(served, Groups(runner.loaded.device, _MOST_SENT * runner.loaded.parameter_bytes), hello)

@@ -460,3 +460,16 @@ def test_a_step_of_256_rows_is_small_on_the_wire() -> None:
             sizes.append(len(encode(step)))
             yard.scheduler.step_result(yard.workers[index].run(step))
     assert min(sizes) < 1400
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, (4, 9)), (6, (4, 6)), (20, (4, 9))])
+def test_a_worker_gets_steps_of_the_size_that_it_has_said(limit: int | None, most: tuple[int, int]) -> None:
+    """Also one of another machine, whose device this one does not know."""
+    scheduler = Scheduler(replace(LIMITS, max_running=None, max_batch_tokens=limit), 1)
+    for index, tokens in enumerate((4, 9)):
+        hello = SimulatedWorker(index, 0, 40, 4, 8 + index, 80).hello
+        scheduler.worker_hello(replace(hello, step_tokens=tokens))
+    workers = [scheduler.workers[index] for index in range(2)]
+    assert tuple(scheduler.limits.step_tokens(worker.hello) for worker in workers) == most
+    assert [len(worker.rows.sequences) for worker in workers] == [8, 9]
+    assert scheduler.limits.step_tokens(replace(workers[0].hello, step_tokens=0)) == (limit or 512)

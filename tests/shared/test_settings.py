@@ -393,13 +393,9 @@ def test_every_setting_explains_itself() -> None:
 
 
 def test_a_gpu_takes_more_tokens_in_a_step() -> None:
-    assert [step_tokens(None, devices) for devices in ("cpu", "none", "cpu,cuda:0", "cuda:0,cuda:1")] == [
-        512,
-        512,
-        512,
-        2048,
-    ]
-    assert step_tokens(100, "cuda:0") == 100
+    assert Settings().max_batch_tokens is None
+    assert [step_tokens(None, memory << 30) for memory in (0, 24, 40, 80)] == [512, 2048, 8192, 8192]
+    assert [step_tokens(100, memory << 30) for memory in (0, 80)] == [100, 100]
 
 
 def test_a_gpu_computes_more_sequences_together() -> None:
