@@ -117,7 +117,8 @@ def report(
     last = tl.zeros([], tl.float32) + float("inf")
     last_at = tl.zeros([], tl.int32) - 1
     equal = tl.zeros([], tl.int32)
-    for i in range(integer(records, row, TOP_LOGPROBS).to(tl.int32)):
+    # No more than there is room for.
+    for i in range(tl.minimum(integer(records, row, TOP_LOGPROBS).to(tl.int32), most)):
         value = tl.max(left, 0)
         own = tl.min(tl.where(left == value, tile, TILES), 0)
         at = own * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from interfaces import LogprobMode
 from model_worker.cuda.draw_record import NAMES, RECORD
 
 _POSITION, _MASK, _REPORT, _LOGPROBS = (NAMES.index(name) for name in ("position", "mask", "report", "logprobs"))
-_OF_THE_SAMPLER = ("seed", "greedy", "temperature", "top_k", "top_p", "log_min_p", "top_logprobs")
+_OF_THE_SAMPLER = ("seed", "greedy", "temperature", "top_k", "top_p", "log_min_p")
 _FREE = {"greedy": 1, "temperature": 1.0, "mask": -1, "slot": -1, "report": -1}
 _NO_LIST = np.empty(0, np.int64)
 
@@ -30,7 +30,8 @@ class RowMasks(NamedTuple):
 class RecordTable:
     """The records of all rows, and what rows list: rules on tokens, and tokens that they name. A free row is greedy."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         # The same memory twice: rows are quickly taken from columns of one type.
         self._words = np.zeros((max_rows, len(NAMES)), np.int64)
         self.table = self._words.view(RECORD)[:, 0]
@@ -49,6 +50,8 @@ class RecordTable:
         """Take a row's values, a record of ROW_VALUES, and the tokens whose log-probabilities it reports."""
         for name in _OF_THE_SAMPLER:
             self.table[name][row] = values[name]
+        # There is room for as many most probable tokens as there are.
+        self.table["top_logprobs"][row] = min(int(values["top_logprobs"]), self._vocab_size)
         if values["logprobs"] or values["reports"]:
             self._reporting.add(row)
             is_warped = values["logprobs"] == LogprobMode.WARPED

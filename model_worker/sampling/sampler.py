@@ -113,7 +113,7 @@ class SamplerRows:
         self._vocab_size = vocab_size
         self._device = device
         self._wanted: dict[int, Wanted] = {}
-        self._records = RecordTable(max_rows)
+        self._records = RecordTable(max_rows, vocab_size)
         self._processed = ProcessedRows(max_rows, processors or {})
         there = device.type != "cpu" if counts_there is None else counts_there
         self._device_penalties = DevicePenaltyStage(max_rows, vocab_size, device, self._records) if there else None

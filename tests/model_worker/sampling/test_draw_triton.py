@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from interfaces import SamplingParams
+from interfaces import LogprobMode, SamplingParams
 from model_worker.sampling import draw_proof, draw_triton
 from model_worker.sampling import sampler as samplers
 from model_worker.sampling.draw_records import RowMasks
@@ -147,6 +147,31 @@ def test_a_row_takes_its_own_mask() -> None:
     np.testing.assert_array_equal(got[index], only[index])
     greedy = [row for row in range(0, rows, 2) if row not in index.tolist()]
     np.testing.assert_array_equal(got[greedy], free[greedy].argmax(-1))
+
+
+@pytest.mark.parametrize("is_clipped", [True, False])
+def test_a_row_reports_no_more_tokens_than_there_are(is_clipped: bool) -> None:
+    """The kernel keeps to the room of a row, whatever its record asks for."""
+    rng = np.random.default_rng()
+    width, asked = 10, (12, 3)
+    sampler = sampler_of(2, width)
+    for row, top in enumerate(asked):
+        params = SamplingParams(temperature=1.0, logprobs=LogprobMode.TEMPERED, top_logprobs=top, seed=row)
+        sampler.join(row, params, [], EMPTY, EMPTY)
+    assert sampler._records.table["top_logprobs"].tolist() == [width, 3]
+    if not is_clipped:
+        sampler._records.table["top_logprobs"] = asked
+    rows, positions = np.arange(2, dtype=np.int32), np.zeros(2, np.int64)
+    logits = torch.from_numpy(rng.normal(size=(2, width)).astype(np.float32))
+    want = sampler.sample(logits.clone(), rows, positions)
+    ahead = sampler.sample_ahead(logits, rows, positions)
+    tokens, _, got = ahead.read(ahead.memory.numpy())
+    assert want.reports is not None
+    assert got is not None
+    np.testing.assert_array_equal(tokens, want.tokens)
+    assert got.counts.tolist() == [width, 3]
+    np.testing.assert_array_equal(got.ids, want.reports.ids)
+    np.testing.assert_allclose(got.values, want.reports.values, atol=1e-5)
 
 
 def pair() -> tuple[SamplerRows, SamplerRows]:
