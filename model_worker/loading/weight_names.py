@@ -67,6 +67,11 @@ class WeightNames:
         name, plain = self.find(key)
         return name in self._state or not plain or name.endswith(".rotary_emb.inv_freq")
 
+    def is_real(self, key: str) -> bool:
+        """Whether a tensor becomes a weight of real numbers."""
+        found = self._state.get(self.find(key)[0])
+        return found is not None and found.is_floating_point()
+
     def place_of(self, key: str, weight: EncodedWeight, tables: bool = True) -> str:
         """Return the name of the plain linear layer whose weight this is, or of the tensor, if it has that of experts.
 

@@ -200,6 +200,7 @@ def load_quantized(
             places = {module: encoded[key] for key, module in targets.items() if module}
             kinds = kept_on_gpu(places, names.model, device, architecture, kind, scheme.rounds_inputs)
             targets = {key: module for key, module in targets.items() if module in kinds}
+        _check_types(names, weights, architecture)
         _check_unplaced(names, weights, architecture)
         _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
@@ -266,6 +267,19 @@ def check_loaded(architecture: str, info: Mapping[str, Any]) -> None:
             f"{key} is {list(stored)} and should be {list(wanted)}",
         )
     _say_unplaced(architecture, sorted(info["unexpected_keys"]))
+
+
+def _check_types(names: WeightNames, weights: Weights, architecture: str) -> None:
+    """Refuse weights whose numbers are codes of which no tensor says the meaning: the codes are not the weight."""
+    coded = [tensor for tensor in weights.plain.values() if tensor.dtype not in _FLOATS and names.is_real(tensor.name)]
+    if coded:
+        one = coded[0]
+        raise ModelRefused(
+            architecture,
+            f"{len(coded)} weights are codes without scales, such as {one.name} ({one.dtype} {list(one.shape)}): no "
+            "tensor beside it (weight_scale, SCB and the like) says what they stand for; download the files anew, or "
+            "serve the model that was not quantized",
+        )
 
 
 def _check_unplaced(names: WeightNames, weights: Weights, architecture: str) -> None:

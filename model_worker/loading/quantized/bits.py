@@ -100,8 +100,11 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents.view(torch.uint8).float() - 127)
 
 
-def check_scales(stored: Stored) -> None:
-    """ValueError for scales that make no weights: all zeros, or values that are not finite."""
+def check_scales(stored: Stored, exponents: bool = False) -> None:
+    """ValueError for scales that make no weights: whole numbers (bytes may be `exponents`), all zeros, or values that
+    are not finite."""
+    if stored.dtype.startswith(("I", "U", "BOOL")) and not (exponents and stored.dtype == "U8"):
+        raise ValueError(f"{stored.name} is {stored.dtype}; scales are real numbers: download the file anew")
     values = stored.read().float()
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{stored.name} has values that are not finite: download the file anew")

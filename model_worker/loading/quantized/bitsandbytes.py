@@ -104,6 +104,11 @@ def _greatest(pool: Pool, target: str, state: dict[str, Any]) -> Tensor:
     """Return the greatest value of each block."""
     stored = pool.take(f"{target}.absmax").read()
     scales = pool.take_if(f"{target}.nested_absmax")
+    if scales is None and not stored.is_floating_point():
+        raise ValueError(
+            f"{target}.absmax has codes ({stored.dtype}), and no {target}.nested_absmax says what they stand for: "
+            "download the files anew"
+        )
     if scales is None:
         return stored.float()
     table = pool.take(f"{target}.nested_quant_map").read().float()

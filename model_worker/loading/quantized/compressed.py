@@ -194,6 +194,11 @@ def _small_float(pool: Pool, target: str) -> EncodedWeight:
     if scales is None:
         raise ValueError(f"{codes.name} has no weight_scale beside it")
     whole = pool.take_if(f"{target}_global_scale")
+    if whole is None and scales.dtype in FP8:
+        raise ValueError(
+            f"{codes.name} is NVFP4 and has no weight_global_scale beside it, so its values are unknown: download the "
+            "files anew"
+        )
     if whole is None:
         return FloatWeight(codes, scales, 1.0)
     check_scales(whole)

@@ -17,6 +17,8 @@ from model_worker.loading.quantized.torchao import take_torchao
 from model_worker.loading.stored import Pool, Stored, StoredCheckpoint
 from model_worker.model import first_line
 
+# Types of whole numbers that quantized weights are stored in.
+_CODES = ("I8", "U8", "I16", "U16", "I32", "U32")
 # Ends of the names of tensors that belong to a quantized weight.
 _MARKS = (
     ".qweight",
@@ -45,6 +47,7 @@ _UNUSED = (
     ".input_global_scale",
     ".input_zero_point",
     ".output_scale",
+    ".output_zero_point",
     ".k_scale",
     ".kv_scale",
     ".v_scale",
@@ -64,8 +67,11 @@ class Weights:
 
 
 def is_quantized(checkpoint: StoredCheckpoint, scheme: Scheme) -> bool:
-    """Whether files or tensors say that weights are quantized."""
-    return bool(scheme.method) or any(_is_mark(tensor, checkpoint.tensors) for tensor in checkpoint.tensors.values())
+    """Whether files or tensors say that weights are quantized, or may be: there are matrices of whole numbers."""
+    tensors = checkpoint.tensors
+    return bool(scheme.method) or any(
+        _is_mark(tensor, tensors) or (len(tensor.shape) > 1 and tensor.dtype in _CODES) for tensor in tensors.values()
+    )
 
 
 def _is_mark(tensor: Stored, tensors: Mapping[str, Stored]) -> bool:
@@ -115,17 +121,21 @@ def _read(checkpoint: StoredCheckpoint, scheme: Scheme, pool: Pool) -> Weights:
     encoded |= take_modelopt(pool)
     encoded |= take_compressed(pool, scheme)
     encoded |= take_fp8(pool, scheme)
-    # Whatever scales a layer with such a weight belongs to it, if nothing says otherwise.
+    # Whatever scales a layer with such a weight, shifts it or orders it belongs to it, if nothing says otherwise.
     layers = {key.rpartition(".")[0] for key in encoded}
-    scales = {name for name in pool if "_scale" in name.rpartition(".")[2] and name.rpartition(".")[0] in layers}
+    parts = {name for name in pool if name.rpartition(".")[0] in layers and _is_part(name.rpartition(".")[2])}
     left = pool.left
-    if rest := [left[name] for name in left if name in scales or _is_mark(left[name], checkpoint.tensors)]:
+    if rest := [left[name] for name in left if name in parts or _is_mark(left[name], checkpoint.tensors)]:
         said = f"quant_method {method!r} of {scheme.file}" if method else "no file names a quantization, and"
         raise ValueError(
             f"{len(rest)} tensors of quantized weights cannot be read, such as {rest[0].name} ({rest[0].dtype} "
             f"{list(rest[0].shape)}): {said} does not say how their values are meant"
         )
     return Weights(method, encoded, pool.left, pool.unused)
+
+
+def _is_part(end: str) -> bool:
+    return end == "g_idx" or any(part in end for part in ("_scale", "_zero_point", "_g_idx"))
 
 
 def _packing(scheme: Scheme) -> str:

@@ -125,7 +125,7 @@ def scales_of(stored: Stored, weight: Stored, block: tuple[int, int] | None) -> 
     """Return a weight's scales as a matrix, and the sides of their blocks if they belong to blocks. ValueError if they
     fit neither outputs nor blocks."""
     outputs, inputs = weight.shape
-    check_scales(stored)
+    check_scales(stored, exponents=True)
     values = stored.read()
     values = powers_of_two(values) if values.dtype in (torch.uint8, torch.float8_e8m0fnu) else values.float()
     if values.numel() == 1:
@@ -158,7 +158,8 @@ def take_fp8(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         scale = next((s for end in ("_scale_inv", "_scale") if (s := pool.take_if(f"{name}{end}")) is not None), None)
         if scale is None:
             raise ValueError(
-                f"{name} is FP8 and has no scale beside it ({name}_scale or _scale_inv), so its values are unknown"
+                f"{name} is FP8 and has no scale beside it ({name}_scale or _scale_inv), so its values are unknown: "
+                "download the files anew"
             )
         if len(weight.shape) != 2:
             raise ValueError(f"{name} is FP8 of shape {list(weight.shape)}; only matrices are read")

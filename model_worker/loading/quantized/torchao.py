@@ -32,6 +32,8 @@ def take_torchao(pool: Pool, metadata: Mapping[str, str]) -> dict[str, EncodedWe
             raise ValueError(f"{name} is torchao's {kind} and has no matrix of qdata and scale in the file")
         scales, block = scales_of(scale, numbers, None)
         zero = _part(pool, name, "zero_point")
+        if zero is None and "zero_point" in (described.get("_tensor_data_names") or ()):
+            raise ValueError(f"{name} is torchao's {kind} and has no zero_point in the file: download the files anew")
         zeros = None if zero is None else zero.read().float().reshape(scales.shape)
         found[name] = ScaledWeight(numbers, scales, zeros, block)
     return found

@@ -365,6 +365,34 @@ def test_fp8_without_its_scales_is_refused(llama: Path, tmp_path: Path) -> None:
     assert "is FP8 and has no scale beside it" in refusal(path)
 
 
+# A format with codes, the part of a weight that is left out, and what is said then.
+ALONE = [
+    ("w8a8", "weight_scale", "7 weights are codes without scales, such as"),
+    ("bitsandbytes int8", "SCB", "7 weights are codes without scales, such as"),
+    ("nf4", "weight.quant_state.bitsandbytes__nf4", "7 weights are codes without scales, such as"),
+    ("nf4, nested", "weight.nested_absmax", "no model.layers.0.mlp.down_proj.weight.nested_absmax says"),
+    ("nvfp4", "weight_global_scale", "is NVFP4 and has no weight_global_scale beside it"),
+    ("nvfp4 of ModelOpt", "weight_scale_2", "weight_scale is FP8 and has no scale beside it"),
+]
+
+
+@pytest.mark.parametrize(("name", "end", "reason"), ALONE)
+@pytest.mark.parametrize("said", [True, False])
+def test_codes_without_what_they_mean_are_refused(
+    name: str, end: str, reason: str, said: bool, llama: Path, tmp_path: Path
+) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS[name], said=said)
+    tensors = load_file(path / "model.safetensors")
+    kept = {key: value for key, value in tensors.items() if not key.endswith(f"_proj.{end}")}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    assert reason in refusal(path)
+    # One of several is enough.
+    one = f"model.layers.0.mlp.down_proj.{end}"
+    tensors.pop(one)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert reason.replace("7 ", "1 ") in refusal(path)
+
+
 def test_scales_that_no_format_knows_are_refused(llama: Path, tmp_path: Path) -> None:
     tensors = load_file(llama / "model.safetensors")
     path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["awq"], said=False)

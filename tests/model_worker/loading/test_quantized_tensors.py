@@ -93,6 +93,8 @@ MALFORMED = [
     ("gptq", "qzeros", lambda zeros: zeros.to(torch.int16)),
     ("w4a16", "weight_packed", lambda codes: codes.long()),
     ("awq", "scales", lambda _: torch.tensor(1.0)),
+    ("awq", "scales", lambda scales: torch.ones_like(scales, dtype=torch.int32)),
+    ("w8a8", "weight_scale", lambda scales: torch.ones_like(scales, dtype=torch.int8)),
     ("gptq", "qweight", narrow(8)),
     ("gptq", "scales", narrow(8)),
     ("gptq", "g_idx", narrow(0)),
