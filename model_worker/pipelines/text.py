@@ -266,7 +266,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         waiting = deque(contexts)
         while waiting:
             batch, joins, cut = self._next_batch(waiting)
-            self._step(batch, joins)
+            self._step(batch, joins, cut)
             if cut is not None:
                 waiting.appendleft(cut)
         for context in contexts:
@@ -325,7 +325,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             )
         ]
 
-    def _step(self, batch: Sequence[TextContext], joins: list[Join]) -> None:
+    def _step(self, batch: Sequence[TextContext], joins: list[Join], cut: TextContext | None) -> None:
+        """Compute a batch, of which the context `cut`, if any, is not computed whole."""
         rows = [self._rows[context.request_id] for context in batch]
         self._steps += 1
         ahead = self._ahead(batch)
@@ -342,7 +343,25 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         )
         self._dropped.clear()
         self._logits.sampling = [context for context in batch if not context.tokens.actively_chunked]
-        self._update(batch, self._engine.step(step))
+        try:
+            result = self._engine.step(step)
+        except BaseException:
+            self._take_back(batch, cut)
+            raise
+        self._update(batch, result)
+
+    def _take_back(self, batch: Sequence[TextContext], cut: TextContext | None) -> None:
+        """Let a batch whose step has failed be computed by the next call, and the context that was cut for it whole.
+
+        Recurrent states of its rows may have advanced, and cannot go back: those contexts are computed anew.
+        """
+        if cut is not None and cut.tokens.actively_chunked:
+            cut.tokens.set_window(cut.tokens.processed_length, len(cut.tokens), len(cut.tokens))
+        if self._runner.loaded.recurrent is None:
+            return
+        for context in batch:
+            row = self._rows[context.request_id]
+            row.tokens, row.computed = row.tokens[:0], 0
 
     def _ahead(self, batch: Sequence[TextContext]) -> NDArray[np.int32] | None:
         """Return how many guesses each may verify in a step, in a pipeline that verifies guesses."""

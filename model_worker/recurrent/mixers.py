@@ -56,15 +56,20 @@ def tokens_in_progress() -> Tensor | slice | None:
 
 @contextmanager
 def recurrent_pass(states: RecurrentStates | None, batch: ForwardBatch) -> Iterator[None]:
-    """Let mixers compute the rows of a batch within this context. It advances their states by the batch's tokens."""
+    """Let mixers compute the rows of a batch within this context. It advances their states by the batch's tokens.
+
+    After an error these rows can only begin anew.
+    """
     if states is None:
         yield
         return
-    token = _current.set(_Pass(states, _groups(batch, states.begin(batch))))
+    rows = states.begin(batch)
+    token = _current.set(_Pass(states, _groups(batch, rows)))
     try:
         yield
     finally:
         _current.reset(token)
+    states.end(batch, rows)
 
 
 def replace_forwards(mixers: Iterable[nn.Module]) -> None:
@@ -151,10 +156,6 @@ class RowStates:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether all inputs of convolutions are kept."""
         return False
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there are earlier tokens. A row that begins has zeros for them."""
-        return True
 
     def write(self) -> None:
         """Keep the states."""

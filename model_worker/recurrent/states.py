@@ -17,6 +17,9 @@ from torch import Tensor
 
 from model_worker.batch import ForwardBatch
 
+# Tokens of a row whose state stands for none: a pass over it has begun, and has not come to its end.
+_UNKNOWN = -1
+
 
 class StateKey(NamedTuple):
     """A state of one layer, as transformers' cache names it. `kind` is "conv" or "recurrent"."""
@@ -81,8 +84,9 @@ class RecurrentStates:
     def begin(self, batch: ForwardBatch) -> NDArray[np.int64]:
         """Prepare the rows of a pass, and return them. Those without earlier tokens begin anew.
 
-        Sequences without rows have the first ones. RuntimeError for a row whose state stands for other tokens than
-        those before the pass: a state cannot go back, and no prefix of another row has one.
+        Until `end` their states stand for no tokens: layers change them one after the other, and a pass that fails
+        leaves some changed. Sequences without rows have the first ones. RuntimeError for a row whose state stands for
+        other tokens than those before the pass: a state cannot go back, and no prefix of another row has one.
         """
         starts, lengths = batch.starts, batch.query_lens
         if starts is None or lengths is None:
@@ -92,16 +96,23 @@ class RecurrentStates:
         wrong = self.positions[rows] != starts
         if batch.rows is not None and (wrong & (starts > 0)).any():
             row = int(rows[wrong & (starts > 0)][0])
+            stands = int(self.positions[row])
             raise RuntimeError(
-                f"row {row} goes on behind {int(starts[rows == row][0])} tokens, and its recurrent state stands for "
-                f"{int(self.positions[row])}"
+                f"row {row} goes on behind {int(starts[rows == row][0])} tokens, and its recurrent state "
+                + ("was left by a pass that failed" if stands == _UNKNOWN else f"stands for {stands}")
             )
         if len(fresh):
             index = torch.from_numpy(fresh).to(self._device)
             for tensor in self.tensors.values():
                 tensor.index_fill_(0, index, 0)
-        self.positions[rows] = starts + lengths
+        self.positions[rows] = _UNKNOWN
         return rows
+
+    def end(self, batch: ForwardBatch, rows: NDArray[np.int64]) -> None:
+        """Note that the states of a batch's rows stand for its tokens, too: all layers have written theirs."""
+        assert batch.starts is not None
+        assert batch.query_lens is not None
+        self.positions[rows] = batch.starts + batch.query_lens
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from interfaces import SamplingParams, TextGenerationInputs
+from interfaces import BatchProcessorInputs, SamplingParams, TextGenerationInputs
 from model_worker.capacity import Capacity
 from model_worker.loading.draft import load_guesser
 from model_worker.model import LoadedModel, ModelRefused
@@ -97,6 +98,62 @@ def test_a_pipeline_computes_a_text_anew_that_its_caller_has_shortened(loaded: L
     pipeline.close()
 
 
+@pytest.mark.parametrize("arch", ["lfm2", "qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("failing", [2, 4])
+def test_a_pipeline_goes_on_after_a_step_that_failed(
+    arch: str, failing: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A processor fails behind the pass: once beside a piece of a prompt, and once where both requests sample."""
+    model = load(tiny_hybrid(arch, tmp_path_factory.getbasetemp()))
+    capacity = Capacity(num_blocks=64, block_size=4, max_rows=4, max_model_len=72)
+    prompts = drawn(3), drawn(19)
+
+    def answers(failing: int) -> tuple[list[list[int]], int]:
+        calls = 0
+
+        def fails(_: BatchProcessorInputs) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise ArithmeticError("once")
+
+        runner = ModelRunner(model, capacity.num_blocks, capacity.block_size, max_rows=capacity.max_rows)
+        pipeline = TextPipeline(runner, capacity, max_batch_tokens=8, batch_processors=[fails])
+        contexts = [context(prompt, SamplingParams(temperature=0, max_new_tokens=8)) for prompt in prompts]
+        raised = 0
+        for _ in range(8):
+            if all(each.is_done for each in contexts):
+                break
+            try:
+                pipeline.execute(TextGenerationInputs(batches=[contexts], num_steps=4))
+            except ArithmeticError:
+                raised += 1
+        pipeline.close()
+        return [each.tokens.all.tolist() for each in contexts], raised
+
+    want, _ = answers(0)
+    assert [len(tokens) for tokens in want] == [11, 27]
+    assert answers(failing) == (want, 1), prompts
+
+
+def test_a_row_that_a_failed_pass_has_left_can_only_begin_anew(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ModelRunner(loaded, 32, BLOCK_SIZE).backend
+    text = drawn(20)
+    want = backend.logits(one(text, 0, 0)).clone()
+    backend.logits(one(text[:12], 0, 1))
+    assert loaded.recurrent is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded.recurrent.mixers[-1], "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backend.logits(one(text, 12, 1))
+    for length in (13, 20):
+        with pytest.raises(RuntimeError, match=r"row 1 goes on behind 12 tokens, .* was left by a pass that failed"):
+            backend.logits(one(text[:length], 12, 1))
+    assert torch.equal(backend.logits(one(text, 0, 1)), want)
+
+
 def test_what_such_a_model_cannot_be_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
     path = tiny_hybrid("lfm2", tmp_path)
     with pytest.raises(ModelRefused, match="tensor_parallel 2: recurrent layers are not split: leave it out"):
@@ -117,8 +174,11 @@ def test_rows_that_begin_in_one_pass_are_told_apart_from_those_that_go_on(loaded
         tensor.fill_(1)
     states.positions[:] = [4, 4, 4]
     batch = one(drawn(5), 4, 2)
+    other = one(drawn(2), 0, 0)
     assert states.begin(batch).tolist() == [2]
-    assert states.begin(one(drawn(2), 0, 0)).tolist() == [0]
+    states.end(batch, np.array([2]))
+    assert states.begin(other).tolist() == [0]
+    states.end(other, np.array([0]))
     assert states.positions.tolist() == [2, 4, 5]
     for tensor in states.tensors.values():
         assert not tensor[0].any()
