@@ -48,7 +48,7 @@ def take_awq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     version = str(scheme.get("version", "gemm")).lower()
     if version not in _VERSIONS:
         raise ValueError(f"{scheme.file} has version {version!r}; of AWQ's, gemm can be read here")
-    bits = int(scheme.get("bits", scheme.get("w_bit", _BITS)))
+    bits = scheme.number("bits", scheme.number("w_bit", _BITS))
     if bits != _BITS:
         raise ValueError(f"{scheme.file} has bits {bits}; of AWQ's, {_BITS} bits can be read here")
     found: dict[str, EncodedWeight] = {}

@@ -85,8 +85,9 @@ def group_width(name: str, inputs: int, groups: int, stated: Iterable[int]) -> i
 
 def stated_sizes(scheme: Scheme) -> list[int]:
     """Return the size of groups that a config names; none where it may name others for some layers."""
-    size = scheme.get("group_size")
-    return [] if size is None or any(scheme.get(name) for name in _LAYERS_OF_THEIR_OWN) else [int(size)]
+    if scheme.get("group_size") is None or any(scheme.get(name) for name in _LAYERS_OF_THEIR_OWN):
+        return []
+    return [scheme.number("group_size", 0, least=-1)]
 
 
 def width_of(order: Tensor) -> int | None:

@@ -5,7 +5,6 @@ Blocks count through the whole matrix. Their greatest values may be quantized th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,10 @@ from torch import Tensor
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import nibbles
+from model_worker.loading.quantized.scheme import whole_number
 from model_worker.loading.quantized.stored_weight import StoredWeight
 from model_worker.loading.stored import Pool, Stored
+from shared.json_files import parse_json
 from shared.weight_codes import Codes, Grouped
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -82,13 +83,13 @@ def take_4bit(pool: Pool) -> dict[str, EncodedWeight]:
             continue
         if kind not in ("nf4", "fp4") or target not in pool:
             raise ValueError(f"{name} is a quantized weight of a kind that cannot be read here; nf4 and fp4 can")
-        state = json.loads(bytes(pool.take(name).read().tolist()))
-        shape = tuple(int(size) for size in state["shape"])
+        state = _state(pool.take(name))
+        shape = tuple(whole_number(size, "shape", name) for size in state["shape"])
         codes = pool.take(target)
         if len(shape) != 2 or min(shape) < 1 or (shape[1] % 2 and shape[0] > 1):
             raise ValueError(f"{name} says shape {list(shape)}; only matrices with an even number of inputs are read")
         greatest = _greatest(pool, target, state)
-        block = int(state["blocksize"])
+        block = whole_number(state["blocksize"], "blocksize", name)
         count = shape[0] * shape[1]
         held = math.prod(codes.shape) * _BYTES[codes.dtype]
         if block < 1 or greatest.dim() != 1 or len(greatest) * block < count or held * 2 < count:
@@ -98,6 +99,17 @@ def take_4bit(pool: Pool) -> dict[str, EncodedWeight]:
             raise ValueError(f"{target}.quant_map has shape {list(table.shape)} and should have {[_TABLE]}")
         found[target] = BlockWeight(codes, shape, table, greatest, block)
     return found
+
+
+def _state(stored: Stored) -> dict[str, Any]:
+    """Read what a weight's tensor of JSON says. ValueError names one that is none, or that lacks a field."""
+    try:
+        state = parse_json(bytes(stored.read().tolist()))
+    except (ValueError, TypeError):
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("shape"), list) or "blocksize" not in state:
+        raise ValueError(f"{stored.name} is no JSON object with shape and blocksize: download the file anew")
+    return state
 
 
 def _greatest(pool: Pool, target: str, state: dict[str, Any]) -> Tensor:

@@ -6,8 +6,6 @@ Which of them a weight is shows in the names and types of its tensors; config.js
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +20,12 @@ from model_worker.loading.quantized.bits import (
     unpack,
     width_of,
 )
+from model_worker.loading.quantized.compressed_config import Arguments, arguments_for
 from model_worker.loading.quantized.grouped import GroupedWeight, Parts
 from model_worker.loading.quantized.scaled import FP8, ScaledWeight, scales_of
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.quantized.small_floats import FloatWeight
 from model_worker.loading.stored import Pool, Stored
-
-# Formats of config.json that are read here.
-FORMATS = (
-    "dense",
-    "float-quantized",
-    "int-quantized",
-    "mixed-precision",
-    "mxfp4-pack-quantized",
-    "mxfp6-pack-quantized",
-    "mxfp8-quantized",
-    "naive-quantized",
-    "nvfp4-pack-quantized",
-    "pack-quantized",
-)
 
 
 class PackedWeight(GroupedWeight):
@@ -84,29 +69,6 @@ def _is_one(stored: Stored) -> bool:
     return math.prod(stored.shape) == 1
 
 
-def check_compressed(scheme: Scheme) -> None:
-    """Refuse what config.json names and this file does not read. ValueError names field and value."""
-    for field in ("format", *(f"config_groups.{name}.format" for name in scheme.get("config_groups", {}))):
-        value: Any = scheme.fields
-        for part in field.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None and value not in FORMATS:
-            raise ValueError(
-                f"{scheme.file} names the format {value!r} ({field}) of compressed-tensors; readable are "
-                f"{', '.join(FORMATS)}"
-            )
-    transforms = scheme.get("transform_config", {})
-    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        raise ValueError(
-            f"{scheme.file} has a transform_config: its activations must be rotated before each product, and they are "
-            "not rotated here"
-        )
-    sparsity = scheme.get("sparsity_config", {})
-    kind = sparsity.get("format") if isinstance(sparsity, Mapping) else None
-    if kind not in (None, "dense"):
-        raise ValueError(f"{scheme.file} names the sparsity_config {kind!r}; only dense weights can be read here")
-
-
 def take_compressed(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     """Take the weights of these formats. ValueError says what in them cannot be read."""
     found: dict[str, EncodedWeight] = {}
@@ -132,8 +94,10 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
     if sizes is None or scales is None:
         raise ValueError(f"{codes.name} has no {'weight_shape' if sizes is None else 'weight_scale'} beside it")
     check_words(codes)
-    outputs, inputs = (int(size) for size in sizes.read().tolist())
-    bits = _bits(codes, inputs, scheme)
+    outputs, inputs = _shape(sizes)
+    said = arguments_for(scheme, target)
+    bits = _bits(codes, inputs, said)
+    said = [one for one in said if one.bits == bits]
     count = 1 if _is_one(scales) else scales.shape[-1]
     if codes.shape[:-1] != (outputs,) or not (_is_one(scales) or scales.shape == (outputs, count)):
         raise ValueError(
@@ -143,25 +107,70 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
     check_scales(scales)
     zeros = pool.take_if(f"{target}_zero_point")
     if zeros is not None:
-        rows = -(-outputs * bits // WORD_BITS) if zeros.dtype == "I32" else outputs
-        if zeros.shape != (rows, count) and not (_is_one(scales) and _is_one(zeros)):
-            raise ValueError(f"{zeros.name} has shape {list(zeros.shape)} and should have {[rows, count]}")
+        _check_zeros(zeros, (outputs, count), bits, scales)
+    elif said and all(one.has_zeros for one in said):
+        raise _lacks(codes, "weight_zero_point", said[0], "symmetric false")
     order = pool.take_if(f"{target}_g_idx")
+    if order is None and count > 1 and said and all(one.is_ordered for one in said):
+        raise _lacks(codes, "weight_g_idx", said[0], f"actorder {said[0].fields['actorder']!r}")
     groups = None if order is None else _groups(order, inputs, count)
     if groups is None:
-        groups = group_width(codes.name, inputs, count, _group_sizes(scheme))
+        groups = group_width(codes.name, inputs, count, _group_sizes(said))
     return PackedWeight(codes, (outputs, inputs), bits, scales, zeros, groups)
 
 
-def _bits(codes: Stored, inputs: int, scheme: Scheme) -> int:
+def _lacks(codes: Stored, part: str, said: Arguments, why: str) -> ValueError:
+    return ValueError(
+        f"{codes.name} has no {part} beside it, and {said.file} has {why} ({said.path}), so that its values are "
+        "unknown: download the files anew"
+    )
+
+
+def _shape(sizes: Stored) -> tuple[int, int]:
+    """Read the shape of a weight that is packed."""
+    found = sizes.read().flatten().tolist()
+    if len(found) != 2 or any(int(size) != size or size < 1 for size in found):
+        raise ValueError(
+            f"{sizes.name} is {found}; it must be the outputs and inputs of the weight, two whole numbers of at least "
+            "1: download the file anew"
+        )
+    return int(found[0]), int(found[1])
+
+
+def _check_zeros(zeros: Stored, shape: tuple[int, int], bits: int, scales: Stored) -> None:
+    """ValueError for zeros that are neither packed along outputs nor bytes for each scale, or that the bits lack."""
+    outputs, groups = shape
+    if zeros.dtype == "I32":
+        rows = -(-outputs * bits // WORD_BITS)
+        if zeros.shape != (rows, groups):
+            raise ValueError(
+                f"{zeros.name} has shape {list(zeros.shape)} and should have {[rows, groups]}, since I32 are packed "
+                "zeros of outputs: download the file anew"
+            )
+        return
+    if zeros.dtype != "I8":
+        raise ValueError(f"{zeros.name} is {zeros.dtype}; zeros are read from I8 and, packed, I32: download it anew")
+    if zeros.shape != shape and not (_is_one(scales) and _is_one(zeros)):
+        raise ValueError(f"{zeros.name} has shape {list(zeros.shape)} and should have {list(shape)}")
+    values = zeros.read()
+    least, most = int(values.min()), int(values.max())
+    middle = 1 << (bits - 1)
+    if least < -middle or most > middle:
+        raise ValueError(
+            f"{zeros.name} has the zero {least if least < -middle else most}; those of {bits} bits are from {-middle} "
+            f"to {middle}: download the file anew"
+        )
+
+
+def _bits(codes: Stored, inputs: int, said: list[Arguments]) -> int:
     """Return the bits of each number, which the width of their words and config.json agree on."""
-    named = {int(weights.get("num_bits", 0)) for weights in _weights(scheme)}
+    named = {one.bits for one in said}
     fitting = [bits for bits in range(1, BYTE_BITS + 1) if -(-inputs * bits // WORD_BITS) == codes.shape[-1]]
     found = [bits for bits in fitting if not named or bits in named]
     if len(found) != 1:
         raise ValueError(
             f"{codes.name} {list(codes.shape)} has {' or '.join(map(str, fitting)) or 'no whole number of'} bits for "
-            f"each of {inputs} inputs, and {scheme.file} says num_bits {sorted(named)}"
+            f"each of {inputs} inputs, and its config says num_bits {sorted(named)}"
         )
     return found[0]
 
@@ -171,21 +180,19 @@ def _groups(order: Stored, inputs: int, groups: int) -> Tensor | int | None:
     if order.shape != (inputs,):
         raise ValueError(f"{order.name} has shape {list(order.shape)} and should have {[inputs]}")
     found = order.read().long()
-    if int(found.min()) < 0:
+    if bool((found == -1).all()):
         return None
-    if int(found.max()) >= groups:
-        raise ValueError(f"{order.name} names group {int(found.max())}; there are {groups}")
+    least, most = int(found.min()), int(found.max())
+    if least < 0 or most >= groups:
+        raise ValueError(
+            f"{order.name} names group {least if least < 0 else most}; there are {groups}: download the file anew"
+        )
     return width_of(found) or found
 
 
-def _group_sizes(scheme: Scheme) -> list[int]:
+def _group_sizes(said: list[Arguments]) -> list[int]:
     """Return the sizes of groups that config.json names; -1 for groups of all inputs."""
-    sizes = {
-        int(weights.get("group_size") or -1)
-        for weights in _weights(scheme)
-        if weights.get("group_size") or weights.get("strategy") in ("channel", "tensor")
-    }
-    return sorted(sizes, reverse=True)
+    return sorted({size for one in said if (size := one.group_size) is not None}, reverse=True)
 
 
 def _small_float(pool: Pool, target: str) -> EncodedWeight:
@@ -208,18 +215,30 @@ def _small_float(pool: Pool, target: str) -> EncodedWeight:
 def _scaled(pool: Pool, weight: Stored, scheme: Scheme) -> EncodedWeight:
     if len(weight.shape) != 2:
         raise ValueError(f"{weight.name} has shape {list(weight.shape)}; only matrices of compressed-tensors are read")
-    sides = {tuple(w["block_structure"]) for w in _weights(scheme) if isinstance(w.get("block_structure"), list)}
+    said = arguments_for(scheme, weight.name)
+    sides = {one.block for one in said} - {None}
     scales, block = scales_of(pool.take(f"{weight.name}_scale"), weight, sides.pop() if len(sides) == 1 else None)
     zeros = pool.take_if(f"{weight.name}_zero_point")
+    if zeros is None and weight.dtype == "I8" and said and all(one.has_zeros for one in said):
+        raise _lacks(weight, "weight_zero_point", said[0], "symmetric false")
     values = None if zeros is None else zeros.read().float()
     if values is not None:
         values = values.reshape(1, 1) if values.numel() == 1 else values.reshape(scales.shape)
+    if block is None and scales.shape[1] > 1:
+        _check_order(pool, weight, scales.shape[1], said)
     return ScaledWeight(pool.take(weight.name), scales, values, block)
 
 
-def _weights(scheme: Scheme) -> Iterator[Mapping[str, Any]]:
-    groups = scheme.get("config_groups", {})
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            yield weights
+def _check_order(pool: Pool, weight: Stored, groups: int, said: list[Arguments]) -> None:
+    """ValueError where the groups of a weight that is not packed are no neighbours, or may be none."""
+    order = pool.take_if(f"{weight.name}_g_idx")
+    if order is None:
+        if said and all(one.is_ordered for one in said):
+            raise _lacks(weight, "weight_g_idx", said[0], f"actorder {said[0].fields['actorder']!r}")
+        return
+    found = _groups(order, weight.shape[1], groups)
+    if isinstance(found, Tensor) or found not in (None, weight.shape[1] // groups):
+        raise ValueError(
+            f"{order.name} has the inputs of {weight.name} in an order of their own, in which only packed weights are "
+            "read: take a checkpoint of pack-quantized"
+        )

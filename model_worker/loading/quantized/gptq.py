@@ -44,7 +44,7 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     first: int | None = None
     for one in qweights(pool):
         outputs = one.codes.shape[1]
-        bits = int(scheme.get("bits", one.zeros.shape[1] * WORD_BITS // max(1, outputs)))
+        bits = scheme.number("bits", one.zeros.shape[1] * WORD_BITS // max(1, outputs), least=0)
         if bits not in _BITS:
             raise ValueError(
                 f"{scheme.file} has bits {bits}; of GPTQ's, {', '.join(map(str, _BITS))} bits can be read here"

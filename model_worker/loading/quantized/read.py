@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.loading.quantized.awq import take_awq
 from model_worker.loading.quantized.bitsandbytes import take_4bit
-from model_worker.loading.quantized.compressed import check_compressed, take_compressed
+from model_worker.loading.quantized.compressed import take_compressed
+from model_worker.loading.quantized.compressed_config import check_compressed
 from model_worker.loading.quantized.gptq import take_gptq
 from model_worker.loading.quantized.scaled import FP8, take_fp8, take_int8
 from model_worker.loading.quantized.scheme import Scheme

@@ -18,7 +18,7 @@ from model_worker.cpu.gemm.encoded_linear import EncodedWeight, Fp8Numbers
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import check_scales, powers_of_two, spread
-from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.quantized.scheme import Scheme, sides_of
 from model_worker.loading.quantized.stored_weight import StoredWeight
 from model_worker.loading.stored import Pool, Stored
 from shared.weight_codes import E4M3, Codes, Grouped
@@ -148,7 +148,7 @@ def scales_of(stored: Stored, weight: Stored, block: tuple[int, int] | None) -> 
 def take_fp8(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     """Take FP8 weights with their scales. ValueError for one that has none: its numbers alone are no weight."""
     given = scheme.get("weight_block_size")
-    block = (int(given[0]), int(given[1])) if given else None
+    block = None if given is None else sides_of(given, "weight_block_size", scheme.file)
     found: dict[str, EncodedWeight] = {}
     for name in pool:
         weight = pool.peek(name)

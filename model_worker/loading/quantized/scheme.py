@@ -51,6 +51,10 @@ class Scheme:
         found = self.fields.get(name)
         return default if found is None else found
 
+    def number(self, name: str, default: int, least: int = 1) -> int:
+        """Return a whole number. ValueError names a value that is none."""
+        return whole_number(self.get(name, default), name, self.file, least)
+
     @property
     def rounds_inputs(self) -> bool:
         """Whether the inputs of products are meant to be rounded, as the weights were."""
@@ -80,6 +84,29 @@ def scheme_of(source: str | Path, config: PreTrainedConfig) -> Scheme:
         if older is not None and older.get("quant_method", method) == method:
             return Scheme(method, {names.get(key, key): value for key, value in older.items()}, name)
     return Scheme()
+
+
+def whole_number(value: Any, field: str, file: str, least: int = 1) -> int:
+    """Read a number of a file, which may be a text. ValueError names file, field and value."""
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, str) and text.removeprefix("-").isdecimal():
+        text = int(text)
+    if not isinstance(text, int) or isinstance(text, bool) or text < least:
+        raise ValueError(
+            f"{file} has {field} {value!r:.80}; it must be a whole number of at least {least}: download the file anew, "
+            "or write the number by which its weights were quantized"
+        )
+    return text
+
+
+def sides_of(value: Any, field: str, file: str) -> tuple[int, int]:
+    """Read the outputs and inputs of a block. ValueError names file, field and value."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(
+            f"{file} has {field} {value!r:.80}; it must be two whole numbers, the outputs and inputs of a block: "
+            "download the file anew"
+        )
+    return whole_number(value[0], f"{field}[0]", file), whole_number(value[1], f"{field}[1]", file)
 
 
 def _method(fields: Mapping[str, Any]) -> str:
