@@ -222,6 +222,8 @@ def build(
     capacity = capacity_for(loaded, memory, settings.max_model_len, most_rows, loaded.block_size)
     most_rows = capacity.max_rows
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size, max_rows=most_rows)
+    if runner.cache.states is not None:
+        log.info("recurrent states of %d sequences take %.1f MB", most_rows, runner.cache.states.num_bytes / 1e6)
     described = runner.description
     most = step_limits.most_tokens(settings, loaded.device)
     log.info("a step takes up to %d tokens, and %d sequences run together", most, most_rows)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from model_worker.kv_cache import default_kv_memory
 from model_worker.model import LoadedModel, check_positions
+from model_worker.recurrent.states import StateLayout
 
 log = logging.getLogger(__name__)
 
-# Part of the KV memory that the recurrent states of rows may take; beyond, rows are fewer.
-_MOST_OF_STATES = 0.5
+# Part of the KV memory that the recurrent states of rows leave for K and V; beyond, rows are fewer.
+_LEFT_BY_STATES = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,37 +35,56 @@ def capacity_for(
     """Choose the capacity. None means: memory by default, and the length that model and memory allow.
 
     ValueError when the length does not fit. Memory that `max_rows` sequences of the greatest length could not fill is
-    not taken. The states of recurrent layers are taken from the memory, so that there may be fewer rows.
+    not taken. The states of recurrent layers are taken from the memory, so that there may be fewer rows. They leave
+    half of it, and room for one sequence of `max_model_len` tokens.
     """
+    check_positions(max_model_len, loaded.max_position)
     memory = kv_memory or default_kv_memory(loaded.device)
     if loaded.recurrent is not None:
-        each = loaded.recurrent.layout.bytes_per_row
-        max_rows = _rows_with_states(each, memory, max_rows)
-        memory -= each * max_rows
+        block = loaded.attention.layout.bytes_per_block(block_size)
+        sequence = -(-(max_model_len or 1) // block_size) * block
+        max_rows = _rows_with_states(loaded.recurrent.layout, memory, sequence, max_model_len, max_rows)
+        memory -= loaded.recurrent.layout.bytes_per_row * max_rows
     wanted = max_model_len or loaded.max_position or sys.maxsize
     useful = -(-wanted // block_size) * max_rows
     num_blocks = min(loaded.attention.layout.blocks_for(memory, block_size), useful)
     room = num_blocks * block_size
-    _check_length(max_model_len, loaded.max_position, room)
-    return Capacity(num_blocks, block_size, max_rows, min(wanted, loaded.max_position or wanted, room))
-
-
-def _rows_with_states(each: int, memory: int, wanted: int) -> int:
-    """Return the number of rows, at most `wanted`, whose recurrent states of `each` bytes leave memory for K and V."""
-    rows = min(wanted, int(memory * _MOST_OF_STATES) // each)
-    if rows < 1:
-        raise ValueError(
-            f"kv memory of {memory} bytes is too little: the recurrent state of one sequence takes {each} bytes; "
-            "raise kv_memory"
+    _check_length(max_model_len, room)
+    if loaded.recurrent is not None and room < wanted < sys.maxsize:
+        log.warning(
+            "a sequence has at most %d tokens, and not the model's %d: the recurrent states of %d sequences leave no "
+            "memory for more; raise kv_memory, lower max_running, or set max_model_len",
+            *(room, wanted, max_rows),
         )
+    return Capacity(num_blocks, block_size, max_rows, min(wanted, room))
+
+
+def _rows_with_states(layout: StateLayout, memory: int, sequence: int, length: int | None, wanted: int) -> int:
+    """Return the number of rows, at most `wanted`, whose recurrent states leave memory for K and V.
+
+    One `sequence` has so many bytes of K and V; it has as many tokens as the `length` that was asked for, if any was.
+    ValueError if it does not fit beside its state.
+    """
+    each = layout.bytes_per_row
+    if memory < sequence + each:
+        short = "" if length is None else f"max_model_len {length} does not fit, even with max_running 1: "
+        less = "" if length is None else ", or lower max_model_len"
+        raise ValueError(
+            f"{short}kv memory of {memory} bytes is too little: the recurrent state of one sequence takes {each} "
+            f"bytes, and its K and V {sequence}; raise kv_memory{less}"
+        )
+    left = max(sequence, int(memory * _LEFT_BY_STATES))
+    rows = min(wanted, max(1, (memory - left) // each))
     if rows < wanted:
-        text = "at most %d sequences run together, and not %d: each has a recurrent state of %.1f MB; raise kv_memory"
-        log.warning(text, rows, wanted, each / 1e6)
+        log.warning(
+            "at most %d sequences run together, and not %d as max_running says: each has a recurrent state of %.1f MB; "
+            "raise kv_memory%s",
+            *(rows, wanted, each / 1e6, "" if length is None else ", or lower max_model_len"),
+        )
     return rows
 
 
-def _check_length(wanted: int | None, max_position: int | None, room: int) -> None:
-    check_positions(wanted, max_position)
+def _check_length(wanted: int | None, room: int) -> None:
     if wanted is not None and wanted > room:
         raise ValueError(
             f"max_model_len {wanted} does not fit the KV memory, which holds {room} tokens; raise kv_memory"

@@ -14,10 +14,13 @@ from model_worker.drafters.eagle3 import Eagle3, bytes_of_features
 from model_worker.drafters.eagle3_head import Eagle3Head
 from model_worker.execution.base import DeviceStep
 from model_worker.kv_cache import KVCache, KVLayout
+from model_worker.loading.checkpoint import read_config
 from model_worker.loading.eagle3 import is_head, load_head, refused_by_name
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel, Progress
+from model_worker.recurrent.families import is_recurrent
 from model_worker.runner import ModelRunner
+from shared.gguf.format import is_gguf
 from shared.tokenizer_files import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -116,15 +119,26 @@ def load_guesser(
             f"draft: the model {source} has other tokens than {model}, so it cannot guess them: name a smaller model "
             "of the same family, or leave it out"
         )
+    _refuse_states(source)
     dtype = str(loaded.dtype).removeprefix("torch.")
     device = str(loaded.device)
-    smaller = load_model(source, dtype, device, progress, has_kernels=has_kernels, vision=False)
-    if smaller.recurrent is not None:
+    return DraftModelGuesser(load_model(source, dtype, device, progress, has_kernels=has_kernels, vision=False))
+
+
+def _refuse_states(source: str) -> None:
+    """Refuse a model with recurrent layers, before its weights are read. GGUF files of such are refused by their kind.
+
+    ValueError.
+    """
+    if is_gguf(source):
+        return
+    config = read_config(source)
+    if is_recurrent(config):
+        name = (config.architectures or [config.model_type])[0]
         raise ValueError(
-            f"draft: {smaller.architecture} has recurrent states, which cannot take wrong guesses back: name a model "
-            "with attention alone, or leave it out"
+            f"draft: {name} has recurrent states, which cannot take wrong guesses back: name a model with attention "
+            "alone, or leave it out"
         )
-    return DraftModelGuesser(smaller)
 
 
 def share_of(memory: int, loaded: LoadedModel, guesser: Guesser, rows: int) -> int:

@@ -61,7 +61,8 @@ def check_paged(
     loaded: LoadedModel, tokens: Tensor, expected: Tensor, attention: str = "reference", block_size: int = BLOCK_SIZE
 ) -> None:
     """Compare the paged forward pass with `expected`; refuse the model if they differ."""
-    backend = ModelRunner(loaded, num_blocks=8, block_size=block_size, attention=attention).backend
+    rows = len(BLOCK_TABLES)
+    backend = ModelRunner(loaded, num_blocks=8, block_size=block_size, attention=attention, max_rows=rows).backend
     first, second = tokens.cpu().numpy()
 
     def forward(chunks: list[np.ndarray], kv_lens: list[int], tables: np.ndarray) -> Tensor:
@@ -121,7 +122,8 @@ def far_stack_differs(loaded: LoadedModel, tokens: Tensor) -> bool:
 
 def plain_logits(loaded: LoadedModel, tokens: Tensor) -> Tensor:
     """Return the logits [2, n, vocab] of the model's modules on a paged cache, with attention in plain torch."""
-    backend = ModelRunner(loaded, num_blocks=8, block_size=BLOCK_SIZE, attention="reference").backend
+    rows = len(BLOCK_TABLES)
+    backend = ModelRunner(loaded, 8, BLOCK_SIZE, attention="reference", max_rows=rows).backend
     lens = np.array([PROBE_TOKENS, PROBE_TOKENS])
     every = np.arange(tokens.numel())
     packed = tokens.cpu().flatten().numpy()
