@@ -1,7 +1,7 @@
 """Checkpoints that the formats' own libraries wrote give the logits of what these libraries decode.
 
-compressed-tensors comes with the extra test. torchao and GPTQModel do not: torchao is imported by transformers, peft
-and diffusers wherever it is there, and GPTQModel needs a newer torch than is served with.
+compressed-tensors comes with the extra test. Files of torchao lie here (write_torchao_files.py), since transformers,
+peft and diffusers import it wherever it is there. GPTQModel needs a newer torch than is served with.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM
 
 from model_worker.cpu.gemm.coded_linear import CodedLinear, WordLinear
 from model_worker.loading.load import load_model
+from model_worker.loading.quantized.read import Weights, read_weights
+from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.stored import open_stored
 from tests.model_worker.loading.test_quantized_checkpoints import SIZE, logits
+from tests.model_worker.loading.write_torchao_files import FOLDER, INPUTS, OUTPUTS
 from tests.model_worker.tiny_models import tiny_model
 
 
@@ -156,40 +162,33 @@ def test_weights_of_compressed_tensors_stay_in_their_bits(
     assert "are decoded to" not in caplog.text
 
 
-# torch's stubs do not have it.
-INT4: torch.dtype = vars(torch)["int4"]
-# torchao's ways to quantize on a CPU: the name of each config, its arguments.
-TORCHAO: dict[str, tuple[str, dict[str, Any]]] = {
-    "int8 of outputs": ("Int8WeightOnlyConfig", {"version": 2}),
-    "int8 of groups": ("Int8WeightOnlyConfig", {"version": 2, "granularity": ("PerGroup", 32)}),
-    "int8 of the tensor": ("Int8WeightOnlyConfig", {"version": 2, "granularity": ("PerTensor",)}),
-    "int8 and its inputs": ("Int8DynamicActivationInt8WeightConfig", {"version": 2}),
-    "int4 of groups": ("IntxWeightOnlyConfig", {"weight_dtype": INT4, "granularity": ("PerGroup", 32)}),
-    "float8": ("Float8WeightOnlyConfig", {}),
-}
+def torchao_file(name: str, path: Path, without: str = "") -> Weights:
+    """Read a file that torchao wrote, without one of its tensors."""
+    with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys() if key != without}  # noqa: SIM118
+        metadata = file.metadata()
+    save_file(tensors, path / "model.safetensors", metadata=metadata)
+    return read_weights(open_stored(path), Scheme("torchao"))
 
 
-def torchao_with(plain: Path, path: Path, name: str, arguments: dict[str, Any]) -> Any:
-    """Have torchao quantize the decoder's layers by way of transformers, and return what it decodes of them."""
-    torchao = pytest.importorskip("torchao.quantization")
-    made = {
-        key: getattr(torchao, value[0])(*value[1:]) if isinstance(value, tuple) else value
-        for key, value in arguments.items()
-    }
-    config = TorchAoConfig(getattr(torchao, name)(**made))
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, quantization_config=config)
-    model.save_pretrained(path)
-    linears = {f"{key}.weight": one for key, one in model.named_modules() if key.endswith("_proj")}
-    return meant(plain, {key: one.weight.dequantize().detach().float() for key, one in linears.items()})
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.safetensors")), ids=lambda file: file.stem)
+def test_torchao(file: Path, tmp_path: Path) -> None:
+    found = torchao_file(file.stem, tmp_path)
+    weight = found.encoded["up_proj.weight"]
+    want = found.plain["decoded"].read()
+    torch.testing.assert_close(weight.decoded(torch.float32), want, rtol=1e-6, atol=0)
+    assert weight.codes is not None
+    kept = CodedLinear((OUTPUTS, INPUTS), None, torch.bfloat16, weight.codes)
+    assert relative(kept.rows(torch.arange(OUTPUTS)), want) < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TORCHAO)
-def test_torchao(kind: str, llama: Path, tmp_path: Path) -> None:
-    name, arguments = TORCHAO[kind]
-    reference = torchao_with(llama, tmp_path, name, arguments)
-    assert relative(logits(loaded(tmp_path, "float32")), logits(reference)) < 1e-4
-    kept = [(key, one) for key, one in loaded(tmp_path, "bfloat16").named_modules() if type(one) is CodedLinear]
-    assert len(kept) == 7
-    for key, one in kept:
-        assert relative(one.rows(torch.arange(one.out_features)), reference.get_submodule(key).weight) < 1e-6
+def test_the_files_of_torchao_have_zeros() -> None:
+    assert len(list(FOLDER.glob("*.safetensors"))) == 7
+    with safe_open(FOLDER / "int4_with_zeros.safetensors", framework="pt") as file:
+        assert bool(file.get_tensor("up_proj._weight_zero_point").any())
+
+
+@pytest.mark.parametrize("part", ["qdata", "scale", "zero_point"])
+def test_torchao_without_a_part_is_refused(part: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"up_proj\.weight is torchao's IntxUnpackedToInt8Tensor and has no"):
+        torchao_file("int4_with_zeros", tmp_path, f"up_proj._weight_{part}")
