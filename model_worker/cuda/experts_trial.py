@@ -17,10 +17,8 @@ from model_worker.cuda.routing import route
 # Tokens of each kind of tile.
 _TRIAL_TOKENS = (1, 40, 200)
 _CHOSEN = 2
-# Tokens of the trials whose time is taken, each with so many of so many experts.
+# Tokens of the trials whose time is taken.
 _TIMED_TOKENS = (1, 16, 64)
-_TIMED_CHOSEN = 8
-_TIMED_EXPERTS = 32
 
 
 def unsupported(stack: ExpertStack, weight: Tensor, device: torch.device, dtype: torch.dtype) -> str:
@@ -61,31 +59,27 @@ def _rounded(rows: Tensor) -> Tensor:
     return codes.float() * scales.repeat_interleave(SIDE, 1)[:, : rows.shape[1]]
 
 
-def slower(
-    stack: Callable[[int], ExpertStack], outputs: int, inputs: int, device: torch.device, dtype: torch.dtype
-) -> str:
-    """Say that products of experts, which are made, take longer than torch's with decoded ones; empty if not."""
+def slower(make: Callable[[], ExpertStack], chosen: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Say that products of experts, which are made, take longer than torch's with decoded ones, where a token has so
+    many `chosen` experts; empty if not. Both know where each pair goes."""
 
     def calls() -> timing.Calls:
-        made = stack(_TIMED_EXPERTS)
-        plain = torch.randn(_TIMED_EXPERTS, outputs, inputs, device=device, dtype=dtype)
+        made = make()
+        experts, outputs, inputs = made.shape
+        plain = torch.randn(experts, outputs, inputs, device=device, dtype=dtype)
 
         def of(count: int) -> tuple[timing.Call, timing.Call]:
             x = torch.randn(count, inputs, device=device, dtype=dtype)
-            chosen = torch.rand(count, _TIMED_EXPERTS, device=device).topk(_TIMED_CHOSEN).indices
+            ids = torch.rand(count, experts, device=device).topk(min(chosen, experts)).indices
+            routing = route(ids, experts)
+            tokens = routing.pairs // ids.shape[1]
+            ends = ids.reshape(-1).bincount(minlength=experts).cumsum(0).to(torch.int32)
             return (
-                lambda: made.product(x, route(chosen, _TIMED_EXPERTS)),
-                lambda: _decoded_product(x, plain, chosen),
+                lambda: made.product(x, routing),
+                # As transformers multiplies with a grouped product.
+                lambda: functional.grouped_mm(x[tokens], plain.transpose(1, 2), offs=ends),
             )
 
         return of
 
     return timing.slower_calls(calls, _TIMED_TOKENS)
-
-
-def _decoded_product(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Multiply as transformers does with a grouped product."""
-    sorted_ids, order = chosen.reshape(-1).sort()
-    counts = torch.histc(sorted_ids.float(), bins=len(weight), min=0, max=len(weight) - 1)
-    ends = counts.cumsum(0).to(torch.int32)
-    return functional.grouped_mm(x[order // chosen.shape[1]], weight.transpose(1, 2), offs=ends)

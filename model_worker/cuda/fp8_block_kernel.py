@@ -218,6 +218,8 @@ def multiply_blocks(
     count, width = tokens.shape
     outputs = len(codes)
     out = torch.empty(count, outputs, dtype=dtype, device=tokens.device)
+    if not count:
+        return out
     _, rows, columns, warps, stages = next(tile for tile in TILES if count <= tile[0])
     sizes = count, outputs, width, scales.shape[1]
     constants = {"SIDE": SIDE, "ROWS": rows, "COLUMNS": columns, "TOGETHER": _TOGETHER, "BIASED": bias is not None}
@@ -246,6 +248,8 @@ def multiply_experts(
     """
     _, outputs, width = codes.shape
     out = torch.empty(len(routing.pairs), outputs, dtype=dtype, device=tokens.device)
+    if not len(tokens):
+        return out
     _, _, columns, warps, stages = next(tile for tile in TILES if routing.rows <= tile[1])
     block_experts_kernel[(len(routing.experts), -(-outputs // columns))](
         out,

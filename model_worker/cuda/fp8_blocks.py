@@ -116,13 +116,13 @@ def _differs(linear: BlockFp8Linear, x: Tensor, device: torch.device) -> str:
     return "" if error <= TOLERANCE else f"its products of FP8 numbers in blocks are wrong by {error:.2g}"
 
 
-def slower(device: torch.device, outputs: int, inputs: int) -> str:
+def slower(device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
     """Say that products with weights of this shape take longer than with decoded ones, on a GPU; empty if not.
 
     Where they cannot be timed, it says that.
     """
     shape = outputs, inputs
-    return timing.slower(lambda: random_linear(*shape, device), shape, torch.bfloat16, device, _TIMED_TOKENS)
+    return timing.slower(lambda: random_linear(*shape, device), shape, dtype, device, _TIMED_TOKENS)
 
 
 def random_linear(outputs: int, inputs: int, device: torch.device) -> BlockFp8Linear:

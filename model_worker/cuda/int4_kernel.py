@@ -8,7 +8,8 @@ up in their order. Knows elements only.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,13 +19,28 @@ from torch import Tensor
 from model_worker.cuda.int4_linear import Packed, step_of
 from model_worker.cuda.routing import Routing
 
-# For at most so many tokens: tokens and outputs of a tile, warps, steps that are on their way, and whether each piece
-# is a program's.
+
+class Tile(NamedTuple):
+    """For at most so many tokens: tokens and outputs of a tile, warps, steps that are on their way, and whether each
+    piece is a program's."""
+
+    most: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    is_split: bool
+
+    def programs(self, count: int, outputs: int) -> int:
+        """Return how many tiles so many tokens and outputs have."""
+        return -(-count // self.rows) * -(-outputs // self.columns)
+
+
 TILES = (
-    (16, 16, 64, 4, 4, True),
-    (32, 32, 64, 4, 4, True),
-    (64, 64, 64, 4, 4, True),
-    (1 << 31, 128, 128, 8, 3, False),
+    Tile(16, 16, 64, 4, 4, True),
+    Tile(32, 32, 64, 4, 4, True),
+    Tile(64, 64, 64, 4, 4, True),
+    Tile(1 << 31, 128, 128, 8, 3, False),
 )
 # Programs that keep a card busy. A weight with fewer tiles of outputs is cut into pieces of so many inputs, or more.
 PROGRAMS = 256
@@ -234,6 +250,26 @@ def pieces_of(outputs: int, inputs: int, step: int) -> tuple[int, int]:
     return -(-steps // of_piece), of_piece
 
 
+def tile_of(count: int, outputs: int, pieces: int, processors: int) -> Tile:
+    """Return the tile for so many tokens, whose pieces are programs only if there are several.
+
+    Where the largest would leave some of a card's processors idle, it is the next smaller one; and where this does so,
+    too, each piece is a program's.
+    """
+    tile = next(tile for tile in TILES if count <= tile.most)
+    if tile is TILES[-1] and tile.programs(count, outputs) < processors:
+        tile = TILES[-2]
+        few = tile.programs(count, outputs) < min(processors, PROGRAMS)
+        return tile._replace(is_split=few and pieces > 1)
+    return tile._replace(is_split=tile.is_split and pieces > 1)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Return how many programs a device runs beside each other at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def multiply(x: Tensor, weight: Packed, bias: Tensor | None, arrived: Tensor) -> Tensor:
     """Multiply rows [T, in], whose elements lie side by side, by a weight, and add a bias [out].
 
@@ -243,11 +279,14 @@ def multiply(x: Tensor, weight: Packed, bias: Tensor | None, arrived: Tensor) ->
     outputs, groups = weight.scales.shape
     step = step_of(width // groups)
     pieces, of_piece = pieces_of(outputs, width, step)
-    _, rows, columns, warps, stages, apart = next(tile for tile in TILES if count <= tile[0])
-    split = apart and pieces > 1
+    tile = tile_of(count, outputs, pieces, _processors(x.device))
+    split, tiles = tile.is_split, tile.programs(count, outputs)
+    assert not split or tiles <= len(arrived), (tiles, len(arrived))
     out = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
     parts = torch.empty(pieces, count, outputs, device=x.device) if split else out
-    int4_kernel[(-(-count // rows) * -(-outputs // columns), pieces if split else 1)](
+    if not count:
+        return out
+    int4_kernel[(tiles, pieces if split else 1)](
         out,
         parts,
         arrived,
@@ -266,13 +305,13 @@ def multiply(x: Tensor, weight: Packed, bias: Tensor | None, arrived: Tensor) ->
         MIDDLE=weight.middle,
         STEP=step,
         PER_GROUP=width // groups // step,
-        ROWS=rows,
-        COLUMNS=columns,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
         TOGETHER=_TOGETHER,
         BIASED=bias is not None,
         SPLIT=split,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return out
 
@@ -286,6 +325,8 @@ def multiply_experts(x: Tensor, weight: Packed, routing: Routing, experts: int) 
     outputs, groups = len(weight.codes) // experts, weight.scales.shape[1]
     step = step_of(width // groups)
     out = torch.empty(len(routing.pairs), outputs, dtype=x.dtype, device=x.device)
+    if not len(x):
+        return out
     int4_experts_kernel[(len(routing.experts), -(-outputs // _PIECE_OUTPUTS))](
         out,
         x,

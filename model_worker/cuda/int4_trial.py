@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -10,11 +12,11 @@ from model_worker.cuda.fp8_linear import TOLERANCE
 from model_worker.cuda.int4_linear import Int4Linear
 
 # Of each kind of tile, and of several. Outputs are rounded to the model's type once.
-_TRIAL_TOKENS = (1, 17, 40, 1200)
+_TRIAL_TOKENS = (1, 17, 40, 130, 1200)
 # A product whose parts are not waited for would differ from time to time.
 _REPEATS = 3
-# Tokens of the trials whose time is taken: steps of one answer, of few and of many.
-_TIMED_TOKENS = (1, 16, 64)
+# Tokens of the trials whose time is taken: steps of one answer, of few and of many, and with prompts.
+_TIMED_TOKENS = (1, 16, 64, 128, 1024)
 
 
 def unsupported(
@@ -48,15 +50,7 @@ def unsupported(
     return ""
 
 
-def slower(device: torch.device, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> str:
-    """Say that products with weights of this shape take longer than with decoded ones, on a GPU; empty if not."""
-
-    shape = outputs, inputs
-    return timing.slower(lambda: random_linear(*shape, group, device), shape, dtype, device, _TIMED_TOKENS)
-
-
-def random_linear(outputs: int, inputs: int, group: int, device: torch.device) -> Int4Linear:
-    """Return a layer of random codes on a device."""
-    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
-    scales = torch.ones(outputs, inputs // group, dtype=torch.float16, device=device)
-    return Int4Linear(codes, scales, torch.zeros_like(scales, dtype=torch.int8))
+def slower(make: Callable[[], Int4Linear], shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str:
+    """Say that products with a layer of this shape [out, in], which is made, take longer than with a decoded weight, on
+    a GPU; empty if not."""
+    return timing.slower(make, shape, dtype, device, _TIMED_TOKENS)

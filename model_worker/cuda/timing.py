@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+log = logging.getLogger(__name__)
 
 Call = Callable[[], Tensor]
 Calls = Callable[[int], tuple[Call, Call]]
@@ -39,7 +42,8 @@ def slower(
 
 def slower_calls(make: Callable[[], Calls], counts: Sequence[int]) -> str:
     """Say that the first of two calls takes longer than the second, which are made for each of these counts of tokens;
-    empty if not. Where they cannot be timed, it says that."""
+    empty if not. Where they cannot be timed, it says that; but where there is no memory for it, since there is none for
+    decoded weights, either, it is empty."""
     try:
         calls = make()
         for count in counts:
@@ -47,7 +51,9 @@ def slower_calls(make: Callable[[], Calls], counts: Sequence[int]) -> str:
                 own, other = (milliseconds(call) for call in calls(count))
             if own > _SLOWER * other:
                 return f"a product of {count} tokens takes {own:.3g} ms, and {other:.3g} ms with a decoded weight"
-    except Exception as error:  # of a Triton, a compiler or a card without it, and of one without the memory
+    except torch.OutOfMemoryError:
+        log.info("products are not timed, and weights stay as they are: the card has no memory for a decoded one")
+    except Exception as error:  # of a Triton, a compiler or a card without it
         reason = str(error).partition("\n")[0] or type(error).__name__
         return f"its products cannot be timed: {reason}"
     return ""

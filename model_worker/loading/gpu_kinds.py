@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from model_worker.cuda.encoded_experts import ExpertStack, stack_of
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.int4_linear import Int4Linear, Packed, pack, step_of
-from shared.weight_codes import Codes
+from shared.weight_codes import Codes, Grouped
 
 _BITS = 4
 # Experts of a layer that are compared.
@@ -44,12 +45,9 @@ class Kind(ABC):
         """Say why a device does not multiply some weights of this kind as it should; empty if it does."""
 
     @abstractmethod
-    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
-        """Return a layer of this shape with random numbers."""
-
-    @abstractmethod
-    def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
-        """Say that products of this shape take longer than with decoded weights on a GPU; empty if not."""
+    def slower(self, weight: EncodedWeight, chosen: int, device: torch.device, dtype: torch.dtype) -> str:
+        """Say that products with this weight take longer than with a decoded one on a GPU; empty if not. A token has so
+        many `chosen` experts, if there are experts."""
 
 
 class _PerOutput(Kind):
@@ -62,13 +60,9 @@ class _PerOutput(Kind):
     def unsupported(self, weights: Sequence[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
         return fp8_linear.unsupported(device)
 
-    def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
-        # The product is torch's own.
+    def slower(self, weight: EncodedWeight, chosen: int, device: torch.device, dtype: torch.dtype) -> str:
+        # The product is torch's own, and is not timed.
         return ""
-
-    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
-        codes = torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn)
-        return Fp8Linear(codes, torch.ones(outputs, device=device), None)
 
 
 class _InBlocks(Kind):
@@ -81,11 +75,8 @@ class _InBlocks(Kind):
     def unsupported(self, weights: Sequence[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
         return fp8_blocks.unsupported(device)
 
-    def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
-        return fp8_blocks.slower(device, outputs, inputs)
-
-    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
-        return fp8_blocks.random_linear(outputs, inputs, device)
+    def slower(self, weight: EncodedWeight, chosen: int, device: torch.device, dtype: torch.dtype) -> str:
+        return fp8_blocks.slower(device, *weight.shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -93,32 +84,39 @@ class _InFourBits(Kind):
     """Codes with a scale for each group of so many inputs, and zeros, offsets or neither."""
 
     group: int
+    scales: torch.dtype
     zeros: bool
-    offsets: bool
+    offsets: torch.dtype | None
     middle: int  # what is taken off codes without zeros
     ordered: bool
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"in four bits with groups of {self.group}"
+        parts = [f"groups of {self.group}", f"{_said(self.scales)} scales"]
+        if self.offsets is not None:
+            parts.append(f"{_said(self.offsets)} offsets")
+        parts.append("zeros" if self.zeros else f"a zero of {self.middle}")
+        if self.ordered:
+            parts.append("inputs in an order")
+        return f"in four bits with {', '.join(parts)}"
 
     def layer(self, weight: EncodedWeight, bias: Tensor | None) -> Int4Linear:
-        return int4_layer(weight, bias)
+        """Return a layer whose numbers have the kind's types. Those that these do not hold stay as they are: what is
+        computed is right, and is not what was timed."""
+        return _int4_layer(weight, bias, self.scales, self.offsets)
 
     def unsupported(self, weights: Sequence[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
         for weight in weights:
-            layer = int4_layer(weight, None)
+            layer = self.layer(weight, None)
             if not torch.equal(layer.weight, weight.decoded(torch.float32)):
                 return "packed weights are others"
             if reason := int4_trial.unsupported(layer, device, dtype):
                 return reason
         return ""
 
-    def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
-        return int4_trial.slower(device, outputs, inputs, self.group, dtype)
-
-    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
-        return int4_trial.random_linear(outputs, inputs, self.group, device)
+    def slower(self, weight: EncodedWeight, chosen: int, device: torch.device, dtype: torch.dtype) -> str:
+        outputs, inputs = weight.shape
+        return int4_trial.slower(lambda: self.layer(weight, None).to(device), (outputs, inputs), device, dtype)
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,6 @@ class _OfExperts(Kind):
     def layer(self, weight: EncodedWeight, bias: Tensor | None) -> ExpertStack:
         return stack_of([[self.of.layer(part, None) for part in expert] for expert in weight.experts], self.dtype)
 
-    def random(self, outputs: int, inputs: int, device: torch.device) -> nn.Module:
-        return stack_of([[self.of.random(outputs, inputs, device)]], self.dtype)
-
     def unsupported(self, weights: Sequence[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
         if self.rounds and (reason := fp8_blocks.unsupported(device)):
             return reason
@@ -151,11 +146,8 @@ class _OfExperts(Kind):
                 return reason
         return ""
 
-    def slower(self, device: torch.device, outputs: int, inputs: int, dtype: torch.dtype) -> str:
-        def stack(experts: int) -> ExpertStack:
-            return stack_of([[self.of.random(outputs, inputs, device)] for _ in range(experts)], dtype)
-
-        return experts_trial.slower(stack, outputs, inputs, device, dtype)
+    def slower(self, weight: EncodedWeight, chosen: int, device: torch.device, dtype: torch.dtype) -> str:
+        return experts_trial.slower(lambda: self.layer(weight, None).to(device), chosen, device, dtype)
 
 
 PER_OUTPUT = _PerOutput()
@@ -166,9 +158,8 @@ def kind_of(weight: EncodedWeight, rounds_inputs: bool, dtype: torch.dtype) -> K
     """Return the kind that takes a matrix, or those of experts; None if none does. FP8 is for checkpoints that round
     inputs, too. Decoded numbers are of `dtype`."""
     if weight.experts and not weight.takes_turns:
-        kinds = {kind_of(part, rounds_inputs, dtype) for expert in weight.experts for part in expert}
-        kind = kinds.pop()
-        if kinds or kind is None or (isinstance(kind, _InFourBits) and kind.ordered):
+        kind = _of_all({kind_of(part, rounds_inputs, dtype) for expert in weight.experts for part in expert})
+        if kind is None or (isinstance(kind, _InFourBits) and kind.ordered):
             return None
         # A block has outputs of one matrix.
         if kind is IN_BLOCKS and any(part.shape[0] % fp8_blocks.SIDE for part in weight.experts[0][:-1]):
@@ -183,6 +174,15 @@ def kind_of(weight: EncodedWeight, rounds_inputs: bool, dtype: torch.dtype) -> K
             return PER_OUTPUT
         return IN_BLOCKS if weight.fp8_block == (fp8_blocks.SIDE, fp8_blocks.SIDE) else None
     return _four_bits(weight)
+
+
+def _of_all(kinds: set[Kind | None]) -> Kind | None:
+    """Return the kind that takes weights of all these kinds; None if none does. Scales of unlike types are float32."""
+    fours = {kind for kind in kinds if isinstance(kind, _InFourBits)}
+    if len(kinds) > 1 and len(fours) == len(kinds):
+        wide = torch.float32
+        kinds = {replace(kind, scales=wide, offsets=None if kind.offsets is None else wide) for kind in fours}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _four_bits(weight: EncodedWeight) -> _InFourBits | None:
@@ -200,10 +200,27 @@ def _four_bits(weight: EncodedWeight) -> _InFourBits | None:
         return None
     middle = few.zeros if isinstance(few.zeros, int) else 0
     zeros = not isinstance(few.zeros, int)
-    return _InFourBits(group, zeros, few.minimums is not None, middle, few.order is not None)
+    offsets = None if few.minimums is None else _type_of(few.minimums)
+    return _InFourBits(group, _type_of(few.scales), zeros, offsets, middle, few.order is not None)
 
 
-def int4_layer(weight: EncodedWeight, bias: Tensor | None) -> Int4Linear:
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _type_of(numbers: Grouped) -> torch.dtype:
+    """Return the least type that holds all numbers of a weight as they are, told by some of them."""
+    if numbers.steps is None and numbers.base.dtype == np.float16:
+        return torch.float16
+    values = torch.from_numpy(numbers.values)
+    # Numbers of a file in bfloat16 are, if they are neither tiny nor large, float16, too.
+    narrow = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
+    return next(narrow, torch.float32)
+
+
+def _int4_layer(
+    weight: EncodedWeight, bias: Tensor | None, of_scales: torch.dtype, of_offsets: torch.dtype | None
+) -> Int4Linear:
     """Return a linear layer with a weight in four bits, read some outputs at a time."""
     read = weight.codes
     assert read is not None
@@ -212,10 +229,11 @@ def int4_layer(weight: EncodedWeight, bias: Tensor | None) -> Int4Linear:
     codes, scales = (torch.cat(parts) for parts in ([one.codes for one in pieces], [one.scales for one in pieces]))
     order = read(0, min(PANEL, outputs)).order
     columns = None if order is None else torch.from_numpy(order)
-    zeros = [one.zeros for one in pieces if one.zeros is not None]
-    return Int4Linear(
-        codes, _narrow(scales), _narrow(torch.cat(zeros)) if zeros else None, pieces[0].middle, columns, bias
-    )
+    parts = [one.zeros for one in pieces if one.zeros is not None]
+    zeros = torch.cat(parts) if parts else None
+    if zeros is not None and of_offsets is not None:
+        zeros = _narrow(zeros, of_offsets)
+    return Int4Linear(codes, _narrow(scales, of_scales), zeros, pieces[0].middle, columns, bias)
 
 
 def _packed(codes: Codes) -> Packed:
@@ -232,10 +250,7 @@ def _packed(codes: Codes) -> Packed:
     return Packed(pack(torch.from_numpy(codes.codes), scales.shape[1]), scales, zeros, middle)
 
 
-def _narrow(values: Tensor) -> Tensor:
-    """Return whole numbers as they are, and others in the least type that has them all."""
-    if values.is_floating_point():
-        for dtype in (torch.float16, torch.bfloat16):
-            if torch.equal(values.to(dtype).float(), values):
-                return values.to(dtype)
-    return values
+def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers in this type, if it holds them all."""
+    narrow = values.to(dtype)
+    return narrow if torch.equal(narrow.float(), values) else values

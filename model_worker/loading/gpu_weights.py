@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from model_worker.cuda.encoded_experts import PROJECTIONS, put_stacks, takes
 from model_worker.loading.gpu_kinds import Kind, kind_of
 
 log = logging.getLogger(__name__)
+
+# Experts of a token, where a model does not say it.
+_EXPERTS_OF_TOKEN = 8
 
 
 def kept_on_gpu(
@@ -39,22 +42,53 @@ def kept_on_gpu(
         fits = not weight.experts or takes(skeleton.get_submodule(name.rpartition(".")[0]))
         if fits and (kind := kind_of(weight, rounds_inputs, dtype)) is not None:
             found[name] = kind
-    by_kind: dict[Kind, list[str]] = {}
-    for name, kind in _whole(found, weights).items():
-        by_kind.setdefault(kind, []).append(name)
-    kept: dict[str, Kind] = {}
-    for kind, names in by_kind.items():
-        of_kind = [weights[name] for name in names]
-        reason = _unsupported(kind, of_kind, device, dtype)
+    # What is left out of these, and why.
+    reasons = _apart(found, weights)
+    right: dict[str, Kind] = {}
+    for kind, names in _by_kind(found, reasons).items():
+        reason = _unsupported(kind, [weights[name] for name in names], _experts_of_token(skeleton), device, dtype)
         if reason:
-            size = sum(math.prod(weight.shape) for weight in of_kind) * dtype.itemsize / 1e9
+            reasons.update(dict.fromkeys(names, reason))
+        else:
+            right.update(dict.fromkeys(names, kind))
+    reasons.update(_apart(right, weights))
+    _log(found, reasons, weights, architecture, dtype)
+    return {name: kind for name, kind in right.items() if name not in reasons}
+
+
+def _by_kind(kinds: Mapping[str, Kind], but: Container[str] = ()) -> dict[Kind, list[str]]:
+    by_kind: dict[Kind, list[str]] = {}
+    for name, kind in kinds.items():
+        if name not in but:
+            by_kind.setdefault(kind, []).append(name)
+    return by_kind
+
+
+def _log(
+    found: Mapping[str, Kind],
+    reasons: Mapping[str, str],
+    weights: Mapping[str, EncodedWeight],
+    architecture: str,
+    dtype: torch.dtype,
+) -> None:
+    """Say which weights stay, and which are decoded, for these reasons, although their kinds are known."""
+    for kind, names in _by_kind(found).items():
+        kept = [name for name in names if name not in reasons]
+        if kept:
+            how = ", and the inputs of their products are rounded to FP8 token by token" if kind.rounds else ""
+            log.info("%s: %d weights stay %s%s", architecture, len(kept), kind.name, how)
+        for reason in dict.fromkeys(reasons[name] for name in names if name in reasons):
+            decoded = [name for name in names if reasons.get(name) == reason]
+            size = sum(math.prod(weights[name].shape) for name in decoded) * dtype.itemsize / 1e9
             said = "%s: %d weights %s are decoded, which takes %.2f GB, since %s"
-            log.info(said, architecture, len(names), kind.name, size, reason)
-            continue
-        kept.update(dict.fromkeys(names, kind))
-        how = ", and the inputs of their products are rounded to FP8 token by token" if kind.rounds else ""
-        log.info("%s: %d weights stay %s%s", architecture, len(names), kind.name, how)
-    return _whole(kept, weights)
+            log.info(said, architecture, len(decoded), kind.name, size, reason)
+
+
+def _experts_of_token(skeleton: Any) -> int:
+    """Return how many experts a token has in a model."""
+    config = getattr(skeleton, "config", None)
+    found = None if config is None else getattr(config.get_text_config(), "num_experts_per_tok", None)
+    return found if isinstance(found, int) else _EXPERTS_OF_TOKEN
 
 
 def place_on_gpu(model: nn.Module, weights: Mapping[str, EncodedWeight], kinds: Mapping[str, Kind]) -> None:
@@ -72,21 +106,23 @@ def place_on_gpu(model: nn.Module, weights: Mapping[str, EncodedWeight], kinds: 
         put_stacks(model.get_submodule(owner), [found[projection] for projection in PROJECTIONS])
 
 
-def _whole(kinds: Mapping[str, Kind], weights: Mapping[str, EncodedWeight]) -> dict[str, Kind]:
-    """Leave out experts of which another projection is decoded."""
-
-    def is_whole(name: str) -> bool:
+def _apart(kinds: Mapping[str, Kind], weights: Mapping[str, EncodedWeight]) -> dict[str, str]:
+    """Return the experts of which another projection is decoded, and that reason."""
+    apart = {}
+    for name in kinds:
         owner = name.rpartition(".")[0]
-        return not weights[name].experts or all(f"{owner}.{projection}" in kinds for projection in PROJECTIONS)
+        others = [projection for projection in PROJECTIONS if f"{owner}.{projection}" not in kinds]
+        if weights[name].experts and others:
+            apart[name] = f"{' and '.join(others)} of the same experts is decoded"
+    return apart
 
-    return {name: kind for name, kind in kinds.items() if is_whole(name)}
 
-
-def _unsupported(kind: Kind, weights: list[EncodedWeight], device: torch.device, dtype: torch.dtype) -> str:
+def _unsupported(
+    kind: Kind, weights: list[EncodedWeight], chosen: int, device: torch.device, dtype: torch.dtype
+) -> str:
     """Say why weights of a kind are decoded: a product is wrong, or slower; empty if none is."""
     by_size = sorted(weights, key=lambda weight: math.prod(weight.shape))
     reason = kind.unsupported([by_size[0], by_size[-1]], device, dtype)
     if reason or device.type != "cuda":
         return reason
-    outputs, inputs = by_size[-1].shape[-2:]
-    return kind.slower(device, outputs, inputs, dtype)
+    return kind.slower(by_size[-1], chosen, device, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_pairs_are_multiplied_by_their_experts(name: str, tokens: int, count: in
         want = torch.stack([stack.matrix(e).double() @ row for e, row in zip(chosen.flatten(), inputs, strict=True)])
         got = stack.product(x, routing)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_no_tokens_have_no_products(name: str) -> None:
+    routing = route(torch.empty(0, 2, dtype=torch.int64), EXPERTS)
+    assert STACKS[name]().product(torch.empty(0, INPUTS), routing).shape == (0, OUTPUTS)
 
 
 def test_routes_have_each_pair_once() -> None:
@@ -240,24 +247,74 @@ def test_experts_that_are_multiplied_wrongly_are_decoded(
     monkeypatch.setattr(int4_kernel, "multiply_experts", lambda *given: product(*given) * 1.5)
     with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
-    assert "2 weights of experts in four bits with groups of 32 are decoded, which takes" in caplog.text
+    assert (
+        "2 weights of experts in four bits with groups of 32, float16 scales, zeros are decoded, which takes"
+        in caplog.text
+    )
     assert "with experts are wrong by" in caplog.text
     assert isinstance(model.model.layers[0].mlp.experts.down_proj, Tensor)
 
 
+@pytest.mark.usefixtures("small_trials")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_experts_with_a_decoded_projection_are_decoded(
+    is_known: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The other projection is of no kind, or of one that fails. None is said to stay before both are known."""
+    source = tiny_model("qwen3_moe", tmp_path_factory.getbasetemp(), **SIZES)
+    path = quantize_checkpoint(source, tmp_path / "q", FORMATS["awq"])
+    kind_of, unsupported = gpu_weights.kind_of, gpu_weights._unsupported
+    inner = SIZES["moe_intermediate_size"]
+
+    def other_kind(weight: Any, *rest: Any) -> Any:
+        kind: Any = kind_of(weight, *rest)
+        if not weight.experts or weight.shape[-1] != inner:
+            return kind
+        return replace(kind, dtype=torch.float64) if is_known else None
+
+    def wrong(kind: Any, *rest: Any) -> str:
+        return "it is wrong" if getattr(kind, "dtype", None) == torch.float64 else unsupported(kind, *rest)
+
+    monkeypatch.setattr(gpu_weights, "kind_of", other_kind)
+    monkeypatch.setattr(gpu_weights, "_unsupported", wrong)
+    with caplog.at_level(logging.INFO, gpu_weights.__name__):
+        model = loaded(path)
+    assert not any(isinstance(module, ExpertStack) for module in model.modules())
+    said = [record.getMessage() for record in caplog.records if "of experts" in record.getMessage()]
+    assert not any("stay" in line for line in said)
+    assert (
+        sum("1 weights of experts" in line and "since down_proj of the same experts is" in line for line in said) == 1
+    )
+    assert sum("since it is wrong" in line for line in said) == int(is_known)
+
+
 def test_slower_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only products are timed, of as many experts as the model has."""
     left = iter((1.0, 1.0, 3.0, 1.0))
+    routed: list[tuple[int, ...]] = []
+
+    def routing(chosen: Tensor, experts: int) -> Any:
+        routed.append((*chosen.shape, experts))
+        return route(chosen, experts)
 
     def milliseconds(call: Any) -> float:
+        before = len(routed)
         assert call().shape[1] == 32
+        assert len(routed) == before
         return next(left)
 
-    def stack(experts: int) -> ExpertStack:
-        return Int4Experts([int4_layer(32, 64, 32, ZEROS) for _ in range(experts)], torch.bfloat16)
+    def stack() -> ExpertStack:
+        return Int4Experts([int4_layer(32, 64, 32, ZEROS) for _ in range(8)], torch.bfloat16)
 
+    monkeypatch.setattr(experts_trial, "route", routing)
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
-    said = experts_trial.slower(stack, 32, 64, CPU, torch.bfloat16)
+    said = experts_trial.slower(stack, 2, CPU, torch.bfloat16)
     assert said == "a product of 16 tokens takes 3 ms, and 1 ms with a decoded weight"
+    assert routed == [(1, 2, 8), (16, 2, 8)]
 
 
 def test_modules_that_compute_more_are_left_alone(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -179,16 +179,26 @@ def test_what_is_slower_than_a_decoded_weight_is_found_out(
         return next(left)
 
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
-    assert slower(CPU, 32, 48) == reason
+    assert slower(CPU, 32, 48, torch.bfloat16) == reason
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no timer here\nbacktrace"), torch.OutOfMemoryError("no timer here")])
-def test_weights_that_cannot_be_timed_are_decoded(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("no timer here\nbacktrace"), "its products cannot be timed: no timer here"),
+        (torch.OutOfMemoryError("no memory"), ""),
+    ],
+)
+def test_weights_that_cannot_be_timed_are_decoded(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where the card has no memory for decoded ones they stay."""
+
     def milliseconds(call: Callable[[], Tensor]) -> float:
         raise error
 
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
-    assert slower(CPU, 32, 48) == "its products cannot be timed: no timer here"
+    assert slower(CPU, 32, 48, torch.bfloat16) == reason
 
 
 SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 208, "head_dim": 32, "num_hidden_layers": 1}

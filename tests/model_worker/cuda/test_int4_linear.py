@@ -127,6 +127,52 @@ def test_layers_that_do_not_go_together_are_several_products() -> None:
     torch.testing.assert_close(joined(x), want)
 
 
+def test_a_card_is_kept_busy() -> None:
+    """With few large tiles, smaller ones are taken, and as few of these are cut into pieces."""
+    processors, pieces = 132, 4
+    found = {
+        count: int4_kernel.tile_of(count, 4096, pieces, processors) for count in (1, 17, 64, 128, 192, 512, 1024, 4096)
+    }
+    sizes = {count: (tile.rows, tile.columns, tile.is_split) for count, tile in found.items()}
+    assert sizes == {
+        1: (16, 64, True),
+        17: (32, 64, True),
+        64: (64, 64, True),
+        128: (64, 64, True),
+        192: (64, 64, False),
+        512: (64, 64, False),
+        1024: (128, 128, False),
+        4096: (128, 128, False),
+    }
+    assert not int4_kernel.tile_of(128, 4096, 1, processors).is_split, "there is one piece"
+    for count in range(1, 2000, 50):
+        for outputs in range(64, 64 * 300, 192):
+            pieces, _ = int4_kernel.pieces_of(outputs, 1 << 15, 128)
+            tile = int4_kernel.tile_of(count, outputs, pieces, 304)
+            assert not tile.is_split or tile.programs(count, outputs) <= int4_kernel.PROGRAMS
+
+
+def test_tokens_of_smaller_tiles_are_those_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = int4_layer(OUTPUTS, 1024, 64, ZEROS)
+    x = torch.randn(70, 1024)
+    found = []
+    for processors in (1, 4, 132):
+        monkeypatch.setattr(int4_kernel, "_processors", lambda _, processors=processors: processors)
+        found.append(linear(x))
+    tiles = {int4_kernel.tile_of(70, OUTPUTS, 2, processors)[1:] for processors in (1, 4, 132)}
+    assert len(tiles) == 3
+    want = x.double() @ linear.weight.double().T
+    assert float((found[0].double() - want).abs().max() / want.abs().max()) < 2e-6
+    torch.testing.assert_close(found[1], found[0])
+    assert torch.equal(found[1], found[2]), "pieces are added up in their order"
+    assert not linear.arrived.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens_have_no_products(kind: int) -> None:
+    assert int4_layer(40, 128, 32, kind)(torch.empty(0, 128)).shape == (0, 40)
+
+
 @pytest.fixture
 def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels are slow."""
@@ -174,11 +220,12 @@ def test_a_slower_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
             return next(left)
 
         monkeypatch.setattr(timing, "milliseconds", milliseconds)
-        return int4_trial.slower(CPU, 32, 64, 32, torch.float32)
+        return int4_trial.slower(lambda: int4_layer(32, 64, 32, OFFSETS), (32, 64), CPU, torch.float32)
 
-    assert trial(1.0, 4.0, 1.0, 4.0, 4.1, 4.0) == ""
+    assert trial(1.0, 4.0, 1.0, 4.0, 4.1, 4.0, 4.0, 4.0, 4.0, 4.0) == ""
+    assert trial(*[4.0] * 8, 5.0, 4.0) == "a product of 1024 tokens takes 5 ms, and 4 ms with a decoded weight"
     assert trial(1.0, 4.0, 5.0, 4.0) == "a product of 16 tokens takes 5 ms, and 4 ms with a decoded weight"
-    assert trial() == "its products cannot be timed: StopIteration"
+    assert trial() == "its products cannot be timed: generator raised StopIteration"
 
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -227,7 +274,7 @@ def test_a_checkpoint_keeps_its_codes(
         assert torch.equal(module.weight, reference.get_submodule(key).weight)
         assert module.scales.itemsize == 2, "scales are as narrow as those of the file"
     if kept:
-        assert "7 weights stay in four bits with groups of 32" in caplog.text
+        assert "7 weights stay in four bits with groups of 32, " in caplog.text
         assert "0 are decoded to torch.float32, 0.00 GB" in caplog.text
     assert error_of_model(model, reference) < 1e-4
     served = prepare(model, CPU, "none", lambda *_: None, has_kernels=lambda *_: False)
@@ -248,7 +295,7 @@ def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
     monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) * 1.5)
     with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
-    said = "7 weights in four bits with groups of 32 are decoded, which takes 0.00 GB, since products of 1 tokens are"
+    said = "in four bits with groups of 32, float16 scales, zeros are decoded, which takes 0.00 GB, since products of 1 tokens"
     assert said in caplog.text
     reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     assert error_of_model(model, reference) < 1e-4

@@ -1,0 +1,105 @@
+"""Kinds of weights on a GPU: what tells them apart, and that what is timed is of the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight, JoinedExperts
+from model_worker.cuda import int4_linear, timing
+from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.loading.gpu_kinds import kind_of
+from shared.weight_codes import Codes, Grouped
+from tests.model_worker.cpu.coded_weights import KINDS, some
+
+CPU = torch.device("cpu")
+OUTPUTS, INPUTS = 192, 256
+
+
+class Coded(EncodedWeight):
+    def __init__(self, codes: Codes) -> None:
+        self._codes = codes
+        self.shape = (OUTPUTS, INPUTS)
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes]:
+        return lambda first, end: some(self._codes, first, end)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        raise AssertionError("codes are enough")
+
+
+def weight_of(name: str, scales: torch.dtype | None = None) -> Coded:
+    codes = KINDS[name](np.random.default_rng(), OUTPUTS, INPUTS)
+    if scales is not None:
+        base = torch.from_numpy(codes.scales.base).to(scales).float().numpy()
+        codes = codes._replace(scales=Grouped(base))
+    return Coded(codes)
+
+
+def kind_and_layer(weight: EncodedWeight) -> tuple[Any, Int4Linear]:
+    kind: Any = kind_of(weight, True, torch.bfloat16)
+    return kind, kind.layer(weight, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "said"),
+    [
+        ("Q4_0", None, "groups of 32, float16 scales, a zero of 8"),
+        ("Q4_1", None, "groups of 32, float16 scales, float16 offsets, a zero of 0"),
+        ("Q4_K", None, "groups of 32, float32 scales, float32 offsets, a zero of 0"),
+        ("GPTQ 4 bits", None, "groups of 128, float16 scales, zeros"),
+        ("bfloat16 scales", torch.bfloat16, "groups of 64, bfloat16 scales, a zero of 8"),
+        ("bfloat16 scales", None, "groups of 64, float32 scales, a zero of 8"),
+    ],
+)
+def test_a_kind_has_the_types_of_its_numbers(name: str, scales: torch.dtype | None, said: str) -> None:
+    kind, layer = kind_and_layer(weight_of(name, scales))
+    assert kind.name == f"in four bits with {said}"
+    assert layer.scales.dtype == kind.scales
+    if layer.zeros is not None:
+        assert layer.zeros.dtype == (kind.offsets or torch.int8)
+
+
+def test_scales_that_are_finer_than_those_of_the_kind_are_kept() -> None:
+    weight = weight_of("bfloat16 scales", torch.bfloat16)
+    weight._codes.scales.base[-1] = 1 / 3
+    kind, layer = kind_and_layer(weight)
+    assert kind.scales == torch.bfloat16
+    assert np.array_equal(layer.scales.numpy(), weight._codes.scales.base)
+
+
+def test_experts_with_scales_of_unlike_types_have_the_widest() -> None:
+    parts = [[weight_of("bfloat16 scales", dtype)] for dtype in (torch.bfloat16, torch.float16)]
+    kind: Any = kind_of(JoinedExperts(parts), True, torch.bfloat16)
+    assert kind.of.scales == torch.float32
+    stack: Any = kind.layer(JoinedExperts(parts), None)
+    assert stack.scales.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "GPTQ 4 bits"])
+def test_what_is_timed_is_of_the_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(name)
+    kind, layer = kind_and_layer(weight)
+    timed: list[Int4Linear] = []
+
+    def product(x: Tensor, packed: Any, order: Any, bias: Any, arrived: Any) -> Tensor:
+        timed.append(packed)
+        return x
+
+    monkeypatch.setattr(int4_linear, "int4_product", product)
+    monkeypatch.setattr(timing, "milliseconds", lambda call: float(len(call())))
+    assert kind.slower(weight, 1, CPU, torch.float32) == ""
+    want: Any = layer.packed
+    for packed in timed:
+        got: Any = packed
+        assert torch.equal(got.codes, want.codes)
+        assert torch.equal(got.scales, want.scales)
+        assert got.scales.dtype == want.scales.dtype
+        assert (got.kind, got.middle) == (want.kind, want.middle)
+    assert timed
