@@ -76,7 +76,8 @@ class _InBlocks(Kind):
         return fp8_blocks.unsupported(device)
 
     def slower(self, weight: EncodedWeight, chosen: int, device: torch.device, dtype: torch.dtype) -> str:
-        return fp8_blocks.slower(device, *weight.shape, dtype)
+        outputs, inputs = weight.shape
+        return fp8_blocks.slower(device, outputs, inputs, dtype)
 
 
 @dataclass(frozen=True)

@@ -295,7 +295,7 @@ def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
     monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) * 1.5)
     with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
-    said = "in four bits with groups of 32, float16 scales, zeros are decoded, which takes 0.00 GB, since products of 1 tokens"
+    said = "groups of 32, float16 scales, zeros are decoded, which takes 0.00 GB, since products of 1 tokens are"
     assert said in caplog.text
     reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     assert error_of_model(model, reference) < 1e-4
