@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from model_worker.runner import ModelRunner
     from model_worker.sampling.sampler import SamplerRows
     from model_worker.speech.clip_thread import ClipThread
+    from model_worker.tensor_parallel.exchange import GroupLost
     from model_worker.tensor_parallel.start import Group
     from model_worker.vision.encode_queue import EncodeQueue
     from model_worker.weights.commands import WeightsCommands
@@ -94,6 +95,7 @@ def main() -> None:
     place = settings, run_directory.path, arguments.index, epoch
     own_device = devices_of_ranks(arguments.device, settings.tensor_parallel)[arguments.rank]
     kept = _kept_weights(run_directory, arguments.index, arguments.device) if arguments.keeper else None
+    group: Group | None = None
     try:
         if arguments.rank:
             from model_worker.tensor_parallel.start import Rank
@@ -132,7 +134,8 @@ def main() -> None:
     except RuntimeError as error:
         phases.fatal(*_no_memory(own_device, error, 0 if kept is None else kept.size))
         sys.exit(CANNOT_WORK)
-    worker()
+    with contextlib.nullcontext() if group is None else group.telling_its_end():
+        worker()
 
 
 def _yield_cores() -> None:
@@ -440,7 +443,7 @@ def serve(
     adapters: AdapterLoads | None = None,
     weights: WeightsCommands | None = None,
     index_file: Path | None = None,
-    trouble: Callable[[], str] | None = None,
+    trouble: Callable[[], GroupLost | None] | None = None,
     moves: KvMover | None = None,
     shipper: KvShipper | None = None,
     clips: ClipThread | None = None,

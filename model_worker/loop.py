@@ -141,7 +141,7 @@ class Loop:
         adapters: AdapterLoads | None = None,
         weights: WeightsCommands | None = None,
         index_file: Path | None = None,
-        trouble: Callable[[], str] | None = None,
+        trouble: Callable[[], GroupLost | None] | None = None,
         moves: KvMover | None = None,
         shipper: KvShipper | None = None,
         clips: ClipThread | None = None,
@@ -151,7 +151,7 @@ class Loop:
         `moves` are blocks that go to a place beside the KV cache, and come back; `shipper` sends them to other workers.
 
         The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why the
-        engine could not go on; empty if it could.
+        engine could not go on; None if it could.
         """
         self._engine = engine
         self._superseded = superseded
@@ -249,9 +249,9 @@ class Loop:
                         self._pending.append(launched)
                 self._answer(leave=0 if step is None else 1)
             self._answer(leave=0)
-            self._send_goodbye("" if self._trouble is None else self._trouble())
+            self._send_goodbye(None if self._trouble is None else self._trouble())
         except GroupLost as error:
-            self._send_goodbye(str(error))
+            self._send_goodbye(error)
             raise
         finally:
             # The goodbye may leave; after an exception nothing waits to be sent.
@@ -267,8 +267,9 @@ class Loop:
             self._send(encode(WorkerLeaves(self._hello.index, self._epoch)))
         return now < self._leaves_by and now - self._heard < LEAVE_SILENCE_SECONDS
 
-    def _send_goodbye(self, reason: str) -> None:
-        self._send(encode(WorkerGoodbye(self._hello.index, self._epoch, reason)))
+    def _send_goodbye(self, lost: GroupLost | None) -> None:
+        why = ("",) if lost is None else (str(lost), lost.blamed)
+        self._send(encode(WorkerGoodbye(self._hello.index, self._epoch, *why)))
 
     def _counted(self) -> WorkerHello:
         """The hello with what was counted until now."""

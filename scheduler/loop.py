@@ -322,7 +322,7 @@ class Loop:
                 self._registration.hear(identity, message)
             case WorkerGoodbye():
                 story = f"cannot go on: {message.reason}" if message.reason else "said goodbye"
-                self.health.lose_worker(message.index, message.epoch, story, blamed=bool(message.reason))
+                self.health.lose_worker(message.index, message.epoch, story, bool(message.reason) and message.blamed)
             case _:
                 raise WireError(f"a worker may not send {type(message).__name__}")
 

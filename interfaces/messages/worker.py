@@ -281,12 +281,13 @@ class Retire:
 class WorkerGoodbye:
     """Ends a worker in order, all its steps answered: its sequences go elsewhere and none of them is to blame.
 
-    With a `reason` it cannot go on, steps may be unanswered, and one of their sequences may be to blame.
+    With a `reason` it cannot go on, and steps may be unanswered. If `blamed`, one of their sequences may be to blame.
     """
 
     index: int
     epoch: int
     reason: str = ""
+    blamed: bool = True
 
 
 @message(34)

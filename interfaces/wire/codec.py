@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 # First element of every message; a peer of another version is refused, because fields are positional.
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 # Bytes from which an array travels through shared memory, where that is on.
 SHARED_MEMORY_THRESHOLD = 24_000_000

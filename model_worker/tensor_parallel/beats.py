@@ -1,6 +1,7 @@
 """The ranks of a group on several hosts as they hear each other: numbers of steps twice a second, over tcp.
 
-Rank 0 hears all others, and each of them hears rank 0. Knows sockets and numbers. Does not know what is computed.
+Rank 0 hears all others, and each of them hears rank 0. A rank that ends says why, if it can. Knows sockets and numbers.
+Does not know what is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from model_worker.tensor_parallel.steps import Standing
 # Seconds without a word after which a rank is lost. While ranks start, reading weights may hold their interpreters.
 SILENCE_SECONDS = 4.0
 SILENCE_AT_START = 30.0
+# Characters of the reason that a rank gives for its end.
+_LONGEST_STORY = 999
 
 
 class NetworkMates:
@@ -31,6 +34,14 @@ class NetworkMates:
         self._standings = [Standing()] * len(names)
         self._silent = {other: 0.0 for other in (names if rank == 0 else [0]) if other != rank}
         self._identities: dict[int, bytes] = {}
+        # The ranks that end, each with the reason and whether what they compute may be that.
+        self._parted: dict[int, tuple[str, bool]] = {}
+        self.parting = "", False
+
+    @property
+    def blamed(self) -> bool:
+        """Whether what is computed may be the reason of the loss: not of a silence, nor of an end by order."""
+        return any(blamed for _, blamed in self._parted.values())
 
     def swap(self, own: Standing, waited: float) -> Sequence[Standing]:
         """Tell the others how far this rank is, and hear them. Returns all ranks' on rank 0, and none on others."""
@@ -42,7 +53,7 @@ class NetworkMates:
             identity, message = parts[:-1], parts[-1]
             with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):
                 self._hear(message, identity)
-        text = json.dumps([self._rank, *astuple(own)]).encode()
+        text = json.dumps([self._rank, *astuple(own), *self.parting]).encode()
         with contextlib.suppress(zmq.ZMQError):  # the silence of one that is gone is noticed
             if self._rank:
                 self._socket.send(text, zmq.NOBLOCK)
@@ -52,7 +63,9 @@ class NetworkMates:
         return self._standings.copy() if self._rank == 0 else []
 
     def lost(self) -> str:
-        """Say which rank is not heard; empty if all are."""
+        """Say which rank ends, with its reason, or is not heard; empty if all are there."""
+        if self._parted:
+            return "; ".join(f"{self._names[rank]} ends: {why}" for rank, (why, _) in self._parted.items())
         silent = [rank for rank, seconds in self._silent.items() if seconds > self.silence]
         names = ", ".join(self._names[rank] for rank in silent)
         story = f"{names} is not heard for {self.silence:.0f} s: it was ended or stopped, or the link is cut"
@@ -63,9 +76,12 @@ class NetworkMates:
         return self._names[rank]
 
     def _hear(self, message: bytes, identity: Sequence[bytes]) -> None:
-        rank, *numbers = (int(number) for number in json.loads(message))
+        rank, *said, story, blamed = json.loads(message)
+        numbers = [int(number) for number in said]
         if rank not in self._silent:
             return
+        if story:
+            self._parted[rank] = str(story)[:_LONGEST_STORY], bool(blamed)
         self._silent[rank] = 0.0
         self._standings[rank] = Standing(*numbers)
         if identity:

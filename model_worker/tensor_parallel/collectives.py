@@ -89,7 +89,9 @@ class NetworkCollectives(Collectives):
     `exchanges` counts sums and gathers as they begin, and `digest` is one of their kinds, types and shapes.
     """
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Store, explain: Callable[[], str]) -> None:
+    def __init__(
+        self, rank: int, ranks: int, device: torch.device, meeting: Store, explain: Callable[[], GroupLost | None]
+    ) -> None:
         self.exchanges = 0
         self.digest = 0
         self._explain = explain
@@ -125,4 +127,5 @@ class NetworkCollectives(Collectives):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise GroupLost(self._explain() or f"exchange {self.exchanges} fails: {first_line(error)}") from error
+            unknown = GroupLost(f"exchange {self.exchanges} fails: {first_line(error)}")
+            raise self._explain() or unknown from error

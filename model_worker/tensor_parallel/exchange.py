@@ -43,7 +43,14 @@ _GATHER = 2
 
 
 class GroupLost(Exception):
-    """A rank has died, hangs or does something else than the others, so that none of them can go on."""
+    """A rank has died, hangs or does something else than the others, so that none of them can go on.
+
+    `blamed`: what was being computed may be the reason. It is not where a link was cut, or a rank was asked to end.
+    """
+
+    def __init__(self, story: str, blamed: bool = True) -> None:
+        super().__init__(story)
+        self.blamed = blamed
 
 
 class Exchange:

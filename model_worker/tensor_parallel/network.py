@@ -116,7 +116,7 @@ class NetworkLeader:
             except zmq.Again:
                 raise GroupLost(f"{self.names[rank]} hangs: it takes no message") from None
             except zmq.ZMQError:
-                raise GroupLost(f"{self.names[rank]} has ended, or its host is not there") from None
+                raise GroupLost(f"{self.names[rank]} has ended, or its host is not there", blamed=False) from None
 
     def close(self) -> None:
         """End the links."""

@@ -11,7 +11,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,22 @@ class Group:
         self._leader.send(_STARTED)
         self._ties.serve(self._leader, _patience(self._settings))
 
-    def trouble(self) -> str:
-        """Say which rank has ended; empty if none has."""
+    def trouble(self) -> GroupLost | None:
+        """Say which rank has ended; None if none has."""
         return self._ties.trouble()
+
+    @contextmanager
+    def telling_its_end(self) -> Iterator[None]:
+        """Tell ranks on other hosts when this context ends, and why."""
+        try:
+            yield
+        except SystemExit:
+            self._ties.finish("it cannot go on, and its log says why")
+            raise
+        except Exception as error:
+            self._ties.finish(f"{type(error).__name__}: {error}", blamed=True)
+            raise
+        self._ties.finish()
 
 
 class Rank:
@@ -150,7 +164,6 @@ class Rank:
         phases.phase("meet rank 0")
         torch_device = _device(device)
         self._link: Follower | NetworkFollower
-        self._alone = bool(rendezvous)
         self._terminated = False
         self._serves = False
         if rendezvous:
@@ -199,6 +212,7 @@ class Rank:
             self._serves = True
             follow(self._backend, self._next, self._ties.giving, self._ties.steps)
         except GroupLost as error:
+            self._ties.finish(str(error), error.blamed)
             if self._terminated:
                 return
             log.error("rank %d ends: %s", self._rank, error)
@@ -206,19 +220,27 @@ class Rank:
             # The supervisor sees the end of the rank that was lost first, and names that.
             time.sleep(_LAST_SECONDS)
             sys.exit(1)
+        except Exception as error:
+            # By itself, and what it computed may be the reason.
+            self._ties.finish(f"{type(error).__name__}: {error}", blamed=True)
+            raise
 
     def _next(self) -> bytes:
-        """Wait for a message; a rank that serves says meanwhile that it lives. Empty to end where rank 0 stays."""
-        while not (self._alone and self._terminated):
+        """Wait for a message; a rank that serves says meanwhile that it lives. GroupLost where another rank is lost."""
+        while True:
             if self._serves:
                 phases.beat()
             message = self._link.receive(_IDLE_SECONDS)
             if message is not None:
                 return message
-        return b""
+            if (lost := self._ties.trouble()) is not None:
+                raise lost
 
     def _on_sigterm(self, *_: Any) -> None:
+        # Rank 0 may have sent batches that it waits for. It ends when it hears of this, and if not, the supervisor ends
+        # this rank in its time.
         self._terminated = True
+        self._ties.leave()
 
 
 def _record(runner: ModelRunner, record: Sequence[int], agreed: Agreed) -> None:

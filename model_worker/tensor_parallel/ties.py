@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from model_worker.agreement import Agreed
 from model_worker.tensor_parallel.beats import SILENCE_SECONDS, NetworkMates
 from model_worker.tensor_parallel.collectives import Collectives, NetworkCollectives
-from model_worker.tensor_parallel.exchange import START_SECONDS, Exchange
+from model_worker.tensor_parallel.exchange import START_SECONDS, Exchange, GroupLost
 from model_worker.tensor_parallel.interface import use_interface_to
 from model_worker.tensor_parallel.links import Follower, Leader, Place
 from model_worker.tensor_parallel.load import agreement
@@ -58,13 +58,14 @@ class ReceivingLine(Protocol):
 class Ties:
     """A rank's ties to the others. `joining` joins the tensors of layers, on a GPU its own and else the host's.
 
-    `apart` joins by torch.distributed, without a memory that all ranks have. `trouble` says which rank has ended.
+    `apart` joins by torch.distributed, without a memory that all ranks have. `trouble` says which rank has ended;
+    None if none has.
     """
 
     device: torch.device
     joining: Joining
     agreed: Agreed
-    trouble: Callable[[], str]
+    trouble: Callable[[], GroupLost | None]
     apart: Collectives | None = None
     watch: Watch | None = None
     mates: NetworkMates | None = None
@@ -81,11 +82,24 @@ class Ties:
 
     def serve(self, line: SendingLine | ReceivingLine, patience: float) -> None:
         """The start is over: from now on the slowest rank may be awaited for so many seconds."""
+        if self.mates is not None:
+            # A link that is cut is noticed before its rank is taken for one that hangs.
+            patience = max(patience, SILENCE_SECONDS + 1.0)
         line.patience = patience
         if self.watch is not None:
             self.watch.patience = patience
         if self.mates is not None:
             self.mates.silence = SILENCE_SECONDS
+
+    def leave(self) -> None:
+        """This rank was asked to end, and goes on until rank 0 has ended: tell it, if it is on another host."""
+        if self.mates is not None and self.watch is not None:
+            self.watch.leave()
+
+    def finish(self, story: str = "", blamed: bool = False) -> None:
+        """This rank ends now: tell the others why, if they are on other hosts."""
+        if self.mates is not None and self.watch is not None:
+            self.watch.finish(story, blamed)
 
 
 def lead_here(place: Place, device: torch.device) -> tuple[Leader, Ties]:
@@ -123,6 +137,9 @@ def follow_hosts(place: NetworkPlace, device: torch.device) -> tuple[NetworkFoll
 class SharedMates:
     """The ranks of one host, which see each other's numbers in memory. Their supervisor sees which have ended."""
 
+    parting = "", False
+    blamed = True
+
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
@@ -142,11 +159,11 @@ class SharedMates:
 def _tied_here(place: Place, device: torch.device, exchange: Exchange, trouble: Callable[[], str]) -> Ties:
     agreed = agreement(exchange, place.ranks)
     if device.type == "cpu":
-        return Ties(device, exchange, agreed, trouble)
+        return Ties(device, exchange, agreed, lambda: _loss(trouble(), True))
     joined = Collectives(place.rank, place.ranks, device, _meeting(place))
-    watch = Watch(steps_on(device), SharedMates(exchange), partial(end_process, _wake))
+    watch = Watch(steps_on(device), SharedMates(exchange), end_process, _wake)
     watch.start()
-    return Ties(device, joined, agreed, lambda: watch.story or trouble(), joined, watch)
+    return Ties(device, joined, agreed, lambda: _loss(watch.story or trouble(), True), joined, watch)
 
 
 def _tied_over_hosts(
@@ -155,19 +172,28 @@ def _tied_over_hosts(
     use_interface_to(address, 1)
     counts: list[Callable[[], tuple[int, int]]] = []
     steps = steps_on(device, lambda: counts[0]() if counts else (0, 0))
-    watch = Watch(steps, mates, partial(end_process, _wake))
+    watch = Watch(steps, mates, end_process, _wake)
     watch.start()
     joined = NetworkCollectives(place.rank, place.ranks, device, store, partial(_explain, watch))
     counts.append(joined.counts)
-    return Ties(device, joined, agreement(joined, place.ranks), lambda: watch.story, joined, watch, mates)
+    trouble = partial(_found, watch)
+    return Ties(device, joined, agreement(joined, place.ranks), trouble, joined, watch, mates)
 
 
-def _explain(watch: Watch) -> str:
+def _explain(watch: Watch) -> GroupLost | None:
     """Say which rank is lost, as soon as the watch knows."""
     deadline = time.monotonic() + _NAMING_SECONDS
     while not watch.story and time.monotonic() < deadline:
         time.sleep(0.05)
-    return watch.story
+    return _found(watch)
+
+
+def _found(watch: Watch) -> GroupLost | None:
+    return _loss(watch.story, watch.blamed)
+
+
+def _loss(story: str, blamed: bool) -> GroupLost | None:
+    return GroupLost(story, blamed) if story else None
 
 
 def _wake() -> None:

@@ -24,6 +24,8 @@ LOOK_SECONDS = 0.25
 MOST_COUNTED = 1.0
 # Seconds in which the main thread may end by itself, and send its last words.
 _LAST_SECONDS = 2.0
+# Seconds in which the last words to the other ranks may leave.
+_SENDING_SECONDS = 0.1
 # Digests that are kept for ranks that are behind.
 _MOST_DIGESTS = 4096
 
@@ -37,6 +39,13 @@ class Mates(Protocol):
         `waited` are the seconds since the last call.
         """
 
+    # What the others are told with each word: why this rank ends, and whether what it computes may be the reason.
+    parting: tuple[str, bool]
+
+    @property
+    def blamed(self) -> bool:
+        """Whether what is computed may be the reason of the loss that `lost` says."""
+
     def lost(self) -> str:
         """Say which rank has ended or is not heard; empty if all are there."""
 
@@ -45,17 +54,25 @@ class Mates(Protocol):
 
 
 class Watch(threading.Thread):
-    """Looks at all ranks until one is lost, and then calls `end` with the reason. Begin it with `start`."""
+    """Looks at all ranks until one is lost, and then calls `wake`, and `end` later. Begin it with `start`."""
 
-    def __init__(self, steps: Steps, mates: Mates, end: Callable[[str], None]) -> None:
+    def __init__(
+        self, steps: Steps, mates: Mates, end: Callable[[], None], wake: Callable[[], None] = lambda: None
+    ) -> None:
+        """`wake` has the main thread end by itself; where it has not in some seconds, `end` ends the process."""
         super().__init__(name="ranks", daemon=True)
         self.steps = steps
         # Seconds for which the slowest rank may be awaited; none while the ranks start.
         self.patience: float | None = None
         # Why the group has ended; empty while it has not.
         self.story = ""
+        # Whether what was being computed may be the reason.
+        self.blamed = False
         self._mates = mates
         self._end = end
+        self._wake = wake
+        # Why the main thread ends.
+        self._ending = "it was asked to end", False
         self._seen: Sequence[Standing] = ()
         self._waited = 0.0
         self._digests: dict[int, int] = {}
@@ -69,18 +86,41 @@ class Watch(threading.Thread):
             last = now
             if story:
                 self.story = story
-                self._end(story)
+                log.error("this rank ends: %s", story)
+                self._wake()
+                # The others may be needed for the step that the main thread is in, so they are told when it has ended.
+                ended = self._stopped.wait(_LAST_SECONDS)
+                self._part(story, self.blamed)
+                if not ended:
+                    self._end()
                 return
+        self._part(*self._ending)
 
-    def stop(self) -> None:
-        """Look no more."""
+    def finish(self, story: str = "", blamed: bool = False) -> None:
+        """The main thread ends: tell the others why. What was lost before is the reason, and else an order."""
+        if story:
+            self._ending = story, blamed
         self._stopped.set()
+        if self.is_alive():
+            self.join(_LAST_SECONDS)
+
+    def leave(self) -> None:
+        """Tell the others that this rank was asked to end; until rank 0 has ended it goes on."""
+        self._mates.parting = self._ending
+
+    def _part(self, story: str, blamed: bool) -> None:
+        self._mates.parting = story, blamed
+        self._mates.swap(self.steps.standing(), 0.0)
+        # The words leave in another thread.
+        time.sleep(_SENDING_SECONDS)
 
     def look(self, seconds: float) -> str:
         """Say what is wrong with the group, so many seconds after the last look; empty if nothing is."""
         own = self.steps.standing()
         standings = self._mates.swap(own, seconds)
-        return self._mates.lost() or (self._judge(standings, seconds) if standings else "")
+        lost = self._mates.lost()
+        self.blamed = self._mates.blamed if lost else True
+        return lost or (self._judge(standings, seconds) if standings else "")
 
     def _judge(self, standings: Sequence[Standing], seconds: float) -> str:
         if story := self._divergence(standings):
@@ -110,10 +150,7 @@ class Watch(threading.Thread):
         return ""
 
 
-def end_process(wake: Callable[[], None], story: str) -> None:
-    """End this process: by its main thread, which `wake` tells, or without it."""
-    log.error("this rank ends: %s", story)
-    wake()
-    time.sleep(_LAST_SECONDS)
+def end_process() -> None:
+    """End this process without its main thread, which may wait for ever."""
     logging.shutdown()
     os._exit(1)

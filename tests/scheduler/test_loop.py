@@ -91,6 +91,31 @@ def test_a_predecessor_that_still_encodes_does_not_speak_for_its_successor(
         loop._context.destroy(linger=0)
 
 
+@pytest.mark.parametrize("blamed", [False, True])
+def test_requests_survive_links_of_a_group_that_are_cut_and_no_crash_after_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blamed: bool
+) -> None:
+    monkeypatch.setattr(loop_module, "send_to", lambda *_: True)
+    yard = Yard()
+    yard.submit(0, [1, 2, 3], 20, [])
+    loop = Loop(yard.scheduler, RunDirectory(tmp_path))
+    try:
+        for epoch in range(5):
+            if epoch:
+                yard.start_worker(0, epoch)
+            loop._worker_identity[0] = b"worker"
+            yard.scheduler.next_steps()
+            goodbye = decode(encode(WorkerGoodbye(0, epoch, "rank 1 is not heard", blamed)))
+            loop._from_worker(b"worker", goodbye)
+            assert 0 not in yard.scheduler.workers
+        yard.start_worker(0, 5)
+        yard.drain()
+        assert bool(yard.errors) == blamed
+        assert len(yard.tokens[0]) == (0 if blamed else 20)
+    finally:
+        loop._context.destroy(linger=0)
+
+
 def test_a_wait_for_running_requests_does_not_wait_for_those_that_stand_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

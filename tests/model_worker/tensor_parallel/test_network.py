@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,15 +111,39 @@ def test_ranks_hear_each_other_and_name_the_one_that_is_silent(place: NetworkPla
         first.silence = second.silence = 4.0
         first.swap(own, 3.0)
         assert first.lost() == ""
-        assert not _silent_for(first, own, 3.0).startswith("rank 0")
-        assert f"{leader.names[1]} is not heard for 4 s" in first.lost()
-        _silent_for(second, others, 3.0)
-        assert f"{leader.names[0]} is not heard for 4 s" in second.lost()
+        assert f"{leader.names[1]} is not heard for 4 s" in _silent_for(first, own, 3.0)
+        assert f"{leader.names[0]} is not heard for 4 s" in _silent_for(second, others, 3.0)
+        assert not first.blamed, "what is computed does not cut a link"
+        assert not second.blamed
+
+
+@pytest.mark.parametrize("blamed", [False, True])
+def test_a_rank_that_ends_says_why_and_whether_a_request_may_be_the_reason(place: NetworkPlace, blamed: bool) -> None:
+    with met(place) as (leader, follower):
+        first = NetworkMates(leader.beats, 0, leader.names)
+        second = NetworkMates(follower.beats, 1, follower.names)
+        _beat_until(lambda: first.swap(Standing(), 0.0)[1].begun == 1, lambda: second.swap(Standing(1), 0.0))
+        assert first.lost() == second.lost() == ""
+        second.parting = "a reason", blamed
+        second.swap(Standing(1), 0.0)
+        _beat_until(lambda: first.swap(Standing(), 0.0) and first.lost())
+        assert first.lost() == f"{leader.names[1]} ends: a reason"
+        assert first.blamed == blamed
+        first.parting = first.lost(), blamed
+        first.swap(Standing(), 0.0)
+        _beat_until(lambda: second.swap(Standing(1), 0.0) or second.lost())
+        assert second.lost() == f"{leader.names[0]} ends: {leader.names[1]} ends: a reason"
+
+
+def _beat_until(come: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not come():
+        meanwhile()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _silent_for(mates: NetworkMates, own: Standing, seconds: float) -> str:
-    """What is said when the others have not been heard for so long; what had come is read first."""
-    mates.swap(own, 0.0)
-    mates.swap(own, seconds)
-    mates.swap(own, seconds)
+    """What is said when the others have not been heard for so long; what they had sent may still come."""
+    _beat_until(mates.lost, lambda: mates.swap(own, seconds))
     return mates.lost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -73,6 +73,9 @@ class Rank:
 class Mates:
     """Ranks of one host, as they stand."""
 
+    parting = "", False
+    blamed = False
+
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
 
@@ -94,7 +97,7 @@ def batch() -> ForwardBatch:
 def group(patience: float = 9.0) -> tuple[list[Rank], GroupBackend, Watch]:
     ranks = [Rank(), Rank(), Rank()]
     part: Any = Part()
-    watch = Watch(ranks[0].steps, Mates(ranks), lambda _: None)
+    watch = Watch(ranks[0].steps, Mates(ranks), lambda: None)
     watch.patience = patience
     return ranks, GroupBackend(part, BLOCK_SIZE, ranks[0], None, ranks[0].steps), watch
 
@@ -119,6 +122,7 @@ def test_a_rank_whose_host_has_not_launched_a_step_is_named() -> None:
     assert watch.look(1.0) == ""
     assert watch.look(8.0) == ""
     assert watch.look(2.0) == "rank 2 (pid 4713) hangs: it has not begun step 2 in 10 s"
+    assert watch.blamed, "what it should compute may be the reason"
 
 
 def test_a_gpu_that_does_not_end_a_step_is_named() -> None:
@@ -161,11 +165,16 @@ def test_who_is_awaited(standings: list[Standing], ranks: list[int], undone: str
 class Told:
     """A rank that is told how all stand, and which is lost."""
 
+    parting = "", False
+    blamed = False
+
     def __init__(self) -> None:
         self.standings: list[Standing] = []
         self.story = ""
+        self.told: list[tuple[str, bool]] = []
 
     def swap(self, own: Standing, waited: float) -> Sequence[Standing]:
+        self.told.append(self.parting)
         return [own, *self.standings]
 
     def lost(self) -> str:
@@ -179,7 +188,7 @@ def test_a_rank_that_sums_something_else_is_named() -> None:
     digests = iter([11, 12])
     steps = Steps(None, lambda: (40, next(digests, 12)))
     told = Told()
-    watch = Watch(steps, told, lambda _: None)
+    watch = Watch(steps, told, lambda: None)
     with steps.step():
         pass
     told.standings = [Standing(1, 1, 40, 11)]
@@ -191,21 +200,61 @@ def test_a_rank_that_sums_something_else_is_named() -> None:
     assert watch.look(0.25) == "rank 1 diverges: by the end of step 2 sums are 0000000c and 0000000d"
 
 
-def test_the_thread_ends_with_the_first_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(watching, "_SENDING_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_thread_ends_a_process_whose_main_thread_waits_with_the_first_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_LAST_SECONDS", 0.001)
     told = Told()
     told.standings = [Standing()]
-    stories: list[str] = []
-    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.001)
-    watch = Watch(Steps(None), told, stories.append)
+    done: list[str] = []
+    watch = Watch(Steps(None), told, lambda: done.append("ended"), lambda: done.append("woken"))
     watch.start()
     told.story = "rank 1 is not heard"
     watch.join(60.0)
-    assert stories == [watch.story] == ["rank 1 is not heard"]
+    assert done == ["woken", "ended"]
+    assert (watch.story, watch.blamed) == ("rank 1 is not heard", False)
+    assert told.told[-1] == ("rank 1 is not heard", False)
 
 
-def test_a_process_whose_main_thread_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Any] = []
+@pytest.mark.usefixtures("quick")
+def test_the_others_are_told_of_a_loss_when_the_main_thread_has_ended_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_LAST_SECONDS", 60.0)
+    told = Told()
+    done: list[str] = []
+    woken = threading.Event()
+    watch = Watch(Steps(None), told, lambda: done.append("ended"), woken.set)
+    watch.start()
+    told.story = "rank 1 ends: it was asked to end"
+    assert woken.wait(60.0)
+    assert told.parting == ("", False)
+    watch.finish("GroupLost")
+    assert not watch.is_alive()
+    assert told.told[-1] == ("rank 1 ends: it was asked to end", False)
+    assert not done
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_was_asked_to_end_says_so_and_goes_on() -> None:
+    told = Told()
+    watch = Watch(Steps(None), told, lambda: None)
+    watch.leave()
+    watch.start()
+    while not told.told:
+        assert watch.is_alive()
+    assert told.told[0] == ("it was asked to end", False)
+    assert watch.is_alive()
+    watch.finish("ValueError: no such block", blamed=True)
+    assert told.told[-1] == ("ValueError: no such block", True)
+    assert not watch.story
+
+
+def test_a_process_is_ended_without_its_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(time, "sleep", ended.append)
-    end_process(lambda: ended.append("woken"), "rank 1 hangs")
-    assert ended == ["woken", 2.0, 1]
+    end_process()
+    assert ended == [1]
