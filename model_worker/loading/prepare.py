@@ -32,7 +32,7 @@ from model_worker.loading.gpu_attention import choose_attention
 from model_worker.loading.gpu_layers import fuse_layers
 from model_worker.loading.gpu_modules import ReplacedModules
 from model_worker.loading.probe import probe_attention
-from model_worker.loading.recurrent import limit_time_steps, probe_recurrent
+from model_worker.loading.recurrent import follow_time_step_limit, probe_recurrent, refuse_time_step_limit
 from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
 from model_worker.recurrent.families import is_recurrent
 from model_worker.recurrent.mixers import replace_forwards
@@ -88,7 +88,8 @@ def prepare(
     try:
         with torch.inference_mode():
             if is_recurrent(config):
-                limit_time_steps(model)
+                refuse_time_step_limit(model)
+                follow_time_step_limit(model)
             expected = verify.eager_logits(model, tokens)
             attention = probe_attention(model, tokens[:1])
             recurrent = probe_recurrent(model, tokens[:1]) if is_recurrent(config) else None

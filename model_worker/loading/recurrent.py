@@ -19,7 +19,7 @@ from model_worker.recurrent.mixers import RecurrentLayers
 from model_worker.recurrent.states import StateKey, StateLayout, StateShape
 
 # Time steps of a Mamba may have any size.
-NO_LIMIT = (0.0, float("inf"))
+NO_LIMIT: tuple[float, ...] = (0.0, float("inf"))
 
 
 class _ListeningCache(DynamicCache):
@@ -71,24 +71,34 @@ def probe_recurrent(model: PreTrainedModel, tokens: Tensor) -> RecurrentLayers:
     return RecurrentLayers(tuple(cache.mixers), StateLayout(cache.states))
 
 
-def limit_time_steps(model: PreTrainedModel) -> None:
-    """Let the Mambas of a model limit their time steps in prompts as they do for single tokens: not at all.
-
-    transformers limits those of prompts alone, and in Nemotron-H by other numbers than the config's, so that a text
-    would go on in another way behind each cut of its prompt. ModelRefused for a config with limits.
-    """
-    config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "time_step_limit", None)
-    if limit is not None and tuple(limit) != NO_LIMIT:
+def refuse_time_step_limit(model: PreTrainedModel) -> None:
+    """Refuse a config that limits time steps of Mambas: transformers limits those of prompts alone, and not those of
+    single tokens, so that a text would go on in another way behind each cut of its prompt. ModelRefused."""
+    limit = _time_step_limit(model)
+    if limit != NO_LIMIT:
         raise ModelRefused(
             type(model).__name__,
             f"config.json has time_step_limit {list(limit)}, which transformers applies to prompts alone; only "
             "[0.0, Infinity] is served",
         )
+
+
+def follow_time_step_limit(model: PreTrainedModel) -> None:
+    """Let the Mambas of a model limit time steps by the config's `time_step_limit`.
+
+    transformers' Nemotron-H takes `time_step_min` for the lower limit, by which its code for training makes the first
+    weights. NVIDIA's own code of these checkpoints and vLLM do not.
+    """
+    limit = _time_step_limit(model)
     for module in model.modules():
         mamba: Any = module
         if hasattr(module, "time_step_limit"):
-            mamba.time_step_limit = NO_LIMIT
+            mamba.time_step_limit = limit
+
+
+def _time_step_limit(model: PreTrainedModel) -> tuple[float, ...]:
+    limit = getattr(model.config.get_text_config(decoder=True), "time_step_limit", None)
+    return NO_LIMIT if limit is None else tuple(limit)
 
 
 @contextmanager

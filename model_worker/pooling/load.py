@@ -37,6 +37,7 @@ from model_worker.loading.checkpoint import (
     weights_dtype,
 )
 from model_worker.loading.quantized.read import is_quantized
+from model_worker.loading.recurrent import follow_time_step_limit
 from model_worker.loading.rope import pin_rope
 from model_worker.loading.weights import open_checkpoint, reported_weights
 from model_worker.model import ModelRefused, Progress, check_positions, first_line
@@ -115,6 +116,7 @@ def load_pooling(
     if target.type == "cpu":
         separate_joined(model.base_model)
     pin_rope(model, length)
+    follow_time_step_limit(model)
     embeddings: Any = model.get_input_embeddings()
     loaded = Loaded(
         files=files,

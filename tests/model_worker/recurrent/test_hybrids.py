@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
 from model_worker.loading.load import load_model
-from model_worker.loading.recurrent import NO_LIMIT
-from model_worker.loading.verify import median_error
+from model_worker.loading.verify import largest_error, median_error
+from model_worker.model import ModelRefused
+from model_worker.pooling.load import load_pooling
+from model_worker.pooling.texts import Texts
 from model_worker.recurrent.families import proven_names
 from model_worker.runner import ModelRunner
+from tests.model_worker.recurrent.naive_mamba import compute_naively
 from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
 from tests.model_worker.test_runner import BLOCK_SIZE, NEW_TOKENS, Driver, load
 from tests.model_worker.tiny_models import VOCAB
@@ -30,17 +33,19 @@ def prompts(rng: np.random.Generator) -> list[list[int]]:
 
 
 def reference(path: Path) -> Any:
-    """transformers' model. Its Mambas limit time steps of prompts as little as those of single tokens."""
+    """transformers' model. The Mambas of Nemotron-H, where transformers limits time steps in prompts as no other code
+    does (docs/checkpoints.md), are computed token by token from their definition."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = NO_LIMIT
+    if model.config.model_type == "nemotron_h":
+        compute_naively(model, tuple(model.config.time_step_limit))
     return model
 
 
 def generated(model: Any, texts: list[list[int]]) -> list[list[int]]:
-    answers = (model.generate(torch.tensor([text]), do_sample=False, max_new_tokens=NEW_TOKENS) for text in texts)
+    # What is computed naively keeps no state.
+    more = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "use_cache": model.config.model_type != "nemotron_h"}
+    answers = (model.generate(torch.tensor([text]), **more) for text in texts)
     return [answer[0, -NEW_TOKENS:].tolist() for answer in answers]
 
 
@@ -62,6 +67,42 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPa
     assert Driver(ModelRunner(loaded, blocks, BLOCK_SIZE), texts, rng).run() == expected
 
 
+@torch.inference_mode()
+def test_time_steps_of_nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """transformers limits them in prompts; texts that are generated and those that are pooled have none."""
+    path = tiny_hybrid("nemotron_h", tmp_path_factory.getbasetemp())
+    tokens = torch.from_numpy(np.random.default_rng().integers(3, VOCAB, 50))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    own = model(tokens[None]).logits[0]
+    limited: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    compute_naively(limited, (model.config.time_step_min, float("inf")))
+    assert largest_error(limited(tokens[None]).logits[0], own) < 1e-4
+    unlimited = reference(path)
+    want = unlimited(tokens[None]).logits[0]
+    assert largest_error(want, own) > 1e-3
+    generating = ModelRunner(load(path), 32, BLOCK_SIZE).backend.logits(one(tokens.tolist(), 0, 0))
+    assert largest_error(generating, want) < 1e-4
+    pooled = load_pooling(path).backbone(Texts(tokens, (20, 30)))
+    states = [unlimited.model(text[None]).last_hidden_state[0] for text in tokens.split((20, 30))]
+    assert largest_error(pooled, torch.cat(states)) < 1e-4
+
+
+def test_a_limit_of_time_steps_is_refused(tmp_path: Path) -> None:
+    path = tiny_hybrid("bamba", tmp_path, time_step_limit=[0.01, 1.0])
+    with pytest.raises(ModelRefused, match=r"time_step_limit \[0\.01, 1\.0\], which transformers applies to prompts"):
+        load(path)
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "falcon_h1"])
+def test_half_precision(arch: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tiny_hybrid(arch, tmp_path_factory.getbasetemp())
+    backend = ModelRunner(load_model(path, "bfloat16", "cpu", lambda *_: None), 32, BLOCK_SIZE).backend
+    text = [int(token) for token in np.random.default_rng().integers(3, VOCAB, 30)]
+    pieces = torch.cat([backend.logits(one(text[:end], first, 0)) for first, end in ((0, 11), (11, 12), (12, 30))])
+    with torch.inference_mode():
+        assert median_error(pieces, reference(path)(torch.tensor([text])).logits[0]) < 0.045
+
+
 def one(tokens: list[int], first: int, row: int) -> ForwardBatch:
     """A pass over tokens of one row from index `first` on."""
     count = len(tokens) - first
@@ -80,8 +121,8 @@ def test_weights_and_keys_in_eight_bits(tmp_path_factory: pytest.TempPathFactory
     text = [int(token) for token in np.random.default_rng().integers(3, VOCAB, 30)]
     whole = backend.logits(one(text, 0, 0)).clone()
     pieces = torch.cat([backend.logits(one(text[:end], first, 1)) for first, end in ((0, 11), (11, 12), (12, 30))])
-    assert median_error(pieces, whole) < 0.05
-    assert median_error(whole, reference(path)(torch.tensor([text])).logits[0]) < 0.3
+    assert median_error(pieces, whole) < 1e-4
+    assert median_error(whole, reference(path)(torch.tensor([text])).logits[0]) < 0.09
 
 
 def test_a_row_that_begins_knows_nothing_of_its_predecessor(tmp_path_factory: pytest.TempPathFactory) -> None:
