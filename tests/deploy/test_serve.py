@@ -172,7 +172,7 @@ def test_a_worker_for_a_scheduler_elsewhere_may_have_one_too(tmp_path: Path) -> 
     keeper, worker = remote_specs(settings, place, "tcp://elsewhere:5600", None)
     assert (keeper.name, worker.name, keeper.vital) == ("weight_keeper:remote", "model_worker:remote", False)
     assert keeper.argv[-4:] == ["--index", "-1", "--device", "cuda:1"]
-    assert worker.argv[-7:] == [*keeper.argv[-4:], "--keeper", "--connect", "tcp://elsewhere:5600"]
+    assert worker.argv[-7:] == [*keeper.argv[-4:], "--connect", "tcp://elsewhere:5600", "--keeper"]
     [alone] = remote_specs(Settings(devices="cpu"), place, "tcp://elsewhere:5600", 3)
     assert (alone.name, "--keeper" in alone.argv, alone.forks) == ("model_worker:3", False, True)
 
