@@ -252,8 +252,10 @@ class Scheduler:
             return []
         limits = self.limits
         self.shipping.advance()
-        self.rebalancing.advance(may_move=not self.weights.holds_requests)
+        self.rebalancing.give_back()
         placement.place_waiting(self.requests, limits, self.policy, only_returning=self.weights.holds_requests)
+        # Only now what waits finds no place: the others came a moment ago.
+        self.rebalancing.advance(may_move=not self.weights.holds_requests)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
             most = 1 if background.alone(worker) else limits.steps_in_flight

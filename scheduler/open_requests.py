@@ -97,7 +97,7 @@ class OpenRequests:
 
     def worker_of(self, sequence: Sequence) -> Worker:
         """The worker on which a sequence runs."""
-        return next(worker for worker in self.workers.values() if worker.rows.sequences[sequence.row] is sequence)
+        return next(worker for worker in self.workers.values() if worker.rows.has(sequence))
 
     def record(self, sequence: Sequence, text: str, stage: int = Stage.NOTE, worker: int = -1) -> None:
         """Write a decision about a request into the request log; `stage` and `worker` as in `Decision`."""

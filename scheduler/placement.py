@@ -117,7 +117,7 @@ def place(requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequ
             requests.refuse_queued(sequence, error)
             return True
         sequence.checked = True
-    limit = sequence.limit(max_model_len(doing(GENERATE, workers), limits.max_model_len))
+    limit = limit_of(sequence, requests, limits)
     if len(sequence.tokens) >= limit:
         requests.end_queued(sequence, Finish.LENGTH)
         return True
@@ -128,7 +128,7 @@ def place(requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequ
         requests.refuse_queued(sequence, error)
         return True
     while not _put(requests, limits, policy, sequence, limit, isolated):
-        able = [worker for worker in doing(GENERATE, workers) if _could_take(worker, requests, sequence)]
+        able = [worker for worker in doing(GENERATE, workers) if could_take(worker, requests, sequence)]
         yielding = None if sequence.background else background.take_one(able)
         if yielding is None:
             return False
@@ -136,14 +136,27 @@ def place(requests: OpenRequests, limits: Limits, policy: Policy, sequence: Sequ
     return True
 
 
-def place_on(worker: Worker, requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
-    """Put a sequence that runs nowhere on this worker. False if it has no room."""
-    limit = sequence.limit(max_model_len(doing(GENERATE, requests.workers.values()), limits.max_model_len))
+def limit_of(sequence: Sequence, requests: OpenRequests, limits: Limits) -> int:
+    """Length in tokens, prompt included, at which a sequence ends if it is placed now, on any worker."""
+    generating = doing(GENERATE, requests.workers.values())
+    return sequence.limit(max_model_len(generating, limits.max_model_len))
 
-    def only_this(workers: Items[Worker], sequence: Sequence, step_tokens: int) -> list[Choice]:
-        return [choice_of(one, sequence) for one in workers if one is worker]
 
-    return _put(requests, limits, only_this, sequence, limit, isolated=False)
+def place_on(worker: Worker, requests: OpenRequests, limits: Limits, sequence: Sequence, why: str) -> bool:
+    """Put a sequence that runs nowhere on this worker, and tell why. False if it has no room or its limit is reached.
+
+    The sequence has no images, and need not run isolated.
+    """
+    limit = limit_of(sequence, requests, limits)
+    if len(sequence.tokens) >= limit or not could_take(worker, requests, sequence):
+        return False
+    choice = choice_of(worker, sequence)
+    replica = requests.replicas.number_of(sequence)
+    if not worker.place(sequence, replica, limit, spare=worker.rows.running):
+        return False
+    requests.record(sequence, why, Stage.QUEUED)
+    _record_placement(requests, choice, [], sequence, isolated=False)
+    return True
 
 
 def _put(
@@ -152,7 +165,7 @@ def _put(
     """Put a sequence on the best worker that has room, or refuse it. False if none has."""
     workers = requests.workers.values()
     replica = requests.replicas.number_of(sequence)
-    able = [worker for worker in doing(GENERATE, workers) if takes(worker, requests, sequence, isolated)]
+    able = [worker for worker in doing(GENERATE, workers) if _takes(worker, requests, sequence, isolated)]
     most = max((limits.step_tokens(worker.hello) for worker in able), default=0)
     choices = policy(able, sequence, most)
     for i, choice in enumerate(choices):
@@ -165,15 +178,15 @@ def _put(
     return False
 
 
-def takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated: bool = False) -> bool:
+def _takes(worker: Worker, requests: OpenRequests, sequence: Sequence, isolated: bool) -> bool:
     """Whether a worker that has room for a sequence may run it now."""
     shared = worker.rows.running or len(worker.beside)
     if worker.rows.full or (isolated and shared) or not background.may_join(sequence, worker):
         return False
-    return _could_take(worker, requests, sequence)
+    return could_take(worker, requests, sequence)
 
 
-def _could_take(worker: Worker, requests: OpenRequests, sequence: Sequence) -> bool:
+def could_take(worker: Worker, requests: OpenRequests, sequence: Sequence) -> bool:
     """Whether a worker may run a sequence once it has room."""
     if not worker.weights.ready or worker.leaving:
         return False

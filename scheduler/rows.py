@@ -106,6 +106,11 @@ class RowTable:
             raise ValueError(f"row {row} is free")
         return sequence
 
+    def has(self, sequence: Sequence) -> bool:
+        """Whether a sequence, which may run elsewhere or wait, has its row here."""
+        # Others may have more rows.
+        return 0 <= sequence.row < len(self.sequences) and self.sequences[sequence.row] is sequence
+
     def take(self, sequence: Sequence, replica: int, limit: int, cached: int, alone: bool = False) -> int:
         """Give `sequence` the lowest free row; `cached` of its tokens need no computing.
 

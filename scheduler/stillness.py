@@ -62,7 +62,7 @@ def misplaced(sequences: Collection[Sequence], queue: WaitingQueue, workers: Map
 def _worker_of(sequence: Sequence, workers: Mapping[int, Worker]) -> Worker | None:
     if sequence.waiting:
         return None
-    return next(worker for worker in workers.values() if worker.rows.sequences[sequence.row] is sequence)
+    return next(worker for worker in workers.values() if worker.rows.has(sequence))
 
 
 def _progress(sequence: Sequence, workers: Mapping[int, Worker]) -> _Progress:

@@ -17,7 +17,7 @@ from scheduler.in_flight import NewTokens, StepsInFlight
 from scheduler.limits import MIN_AWAITED_TOKENS
 from scheduler.painting import Painting
 from scheduler.prefill_budget import PrefillBudget
-from scheduler.row_beginnings import RowBeginnings
+from scheduler.row_beginnings import Beginning, RowBeginnings
 from scheduler.row_changes import RowChanges
 from scheduler.rows import RowTable
 from scheduler.sequence import KvElsewhere, Sequence
@@ -85,17 +85,10 @@ class Worker:
 
         `spare` blocks are kept for the growth of the sequences that run already.
         """
-        if self.rows.full:
+        found = self.room_for(sequence, spare)
+        if found is None:
             return False
-        if sequence.adapter is not None and not self.adapters.has_room(sequence.adapter):
-            return False
-        sequence.begin_with(self.weights.number)
-        found = self.beginnings.find(sequence)
-        fresh = -(-(len(sequence.tokens) + 1) // self.block_size) - len(found.owned)
-        kept = spare if self.rows.running else 0
-        if fresh + self.pool.unowned(found.owned) + kept > self.pool.available:
-            return False
-        slots = self.beginnings.give_blocks(sequence, found, fresh)
+        slots = self.beginnings.give_blocks(sequence, found, self._fresh_blocks(sequence, found))
         if sequence.emitted == 0 and sequence.preemptions == 0 and sequence.elsewhere is None:
             sequence.queued_us = int((self._clock() - sequence.arrived) * 1e6)
         cached = len(found.shared) * self.block_size
@@ -105,6 +98,18 @@ class Worker:
         self.changes.join(sequence)
         self.beginnings.begin(row, found, slots)
         return True
+
+    def room_for(self, sequence: Sequence, spare: int) -> Beginning | None:
+        """What a sequence begins with if it is placed now; `spare` is as in `place`. None if there is no room."""
+        if self.rows.full:
+            return None
+        if sequence.adapter is not None and not self.adapters.has_room(sequence.adapter):
+            return None
+        sequence.begin_with(self.weights.number)
+        found = self.beginnings.find(sequence)
+        kept = spare if self.rows.running else 0
+        wanted = self._fresh_blocks(sequence, found) + self.pool.unowned(found.owned) + kept
+        return found if wanted <= self.pool.available else None
 
     def give_away(self, row: int) -> Sequence:
         """Take a sequence off a worker that leaves. Its blocks stay as they are: nothing more is computed here."""
@@ -288,6 +293,10 @@ class Worker:
             spilled_blocks=spill.saved,
             loaded_tokens=spill.loaded * self.block_size,
         )
+
+    def _fresh_blocks(self, sequence: Sequence, found: Beginning) -> int:
+        """Blocks that a sequence needs beside those that it begins with, one token ahead."""
+        return -(-(len(sequence.tokens) + 1) // self.block_size) - len(found.owned)
 
     def _make_room_ahead(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int32] | None:
         """Give rows blocks for up to `most` positions beyond the steps in flight. Returns how many each has.

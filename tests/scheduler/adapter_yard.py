@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from typing import Any
 
 from interfaces import (
     AdapterFailed,
@@ -16,8 +17,10 @@ from interfaces import (
     LoRARequest,
     LoRAStatus,
     SamplingParams,
+    ShipKv,
     Step,
     Submit,
+    TakeKv,
     TextContext,
     decode,
     encode,
@@ -88,7 +91,7 @@ class AdapterYard(Yard):
     def __init__(self, memory: int = 3 * SIZE, workers: int = 1, seed: int = 0, **shape: int) -> None:
         self.memory = memory
         self.disk: dict[str, int] = {}
-        self.mail: dict[int, deque[Step | LoadAdapter | DropAdapter]] = defaultdict(deque)
+        self.mail: dict[int, deque[Any]] = defaultdict(deque)
         self.answers: dict[int, LoRAStatus] = {}
         self.texts: dict[int, str] = {}
         self.asked: dict[int, tuple[list[int], int]] = {}
@@ -154,7 +157,8 @@ class AdapterYard(Yard):
 
     def turn(self) -> bool:
         steps = self.scheduler.next_steps()
-        for index, message in [*self.scheduler.adapters.take_messages(), *steps]:
+        messages = [*self.scheduler.adapters.take_messages(), *steps, *self.scheduler.next_shipments()]
+        for index, message in messages:
             self.mail[index].append(message)
         self._check_memory()
         busy = [index for index in self.workers if self.mail[index] or self.worker(index).reading]
@@ -182,6 +186,8 @@ class AdapterYard(Yard):
         message = self.mail[index].popleft()
         if isinstance(message, Step):
             self.scheduler.step_result(decode(encode(worker.run(message))))
+        elif isinstance(message, ShipKv | TakeKv):
+            self.scheduler.kv_shipped(decode(encode(worker.ship(message))))
         else:
             worker.obey(message)
 
