@@ -5,15 +5,20 @@ Knows where transformers keeps the parts. Does not know how they are run.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import logging
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
+
+from model_worker.vision.family import family_of
+
+log = logging.getLogger(__name__)
 
 # Names of the decoder within the model of a composite.
 _DECODERS = ("language_model", "text_model")
@@ -101,10 +106,23 @@ def decoder_of(composite: PreTrainedModel) -> PreTrainedModel:
 
 
 def text_modules(composite: PreTrainedModel) -> set[nn.Module]:
-    """Return the modules that compute text: the decoder's, and the output embedding. Empty where there are none."""
-    with contextlib.suppress(AttributeError, StopIteration):
+    """Return the modules that compute text: the decoder's, and the output embedding.
+
+    Empty, with a line in the log, where they are not found in a type whose images are not served. ValueError where they
+    are served.
+    """
+    try:
         return {*decoder_of(composite).modules(), composite.get_output_embeddings()}
-    return set()
+    except (AttributeError, StopIteration):
+        kind = composite.config.model_type
+        fault = f"no text model is found in {kind} under model.{' or model.'.join(_DECODERS)}"
+        if family_of(composite.config) is not None:
+            raise ValueError(
+                f"{fault}: this version of transformers ({transformers.__version__}) keeps it elsewhere, so install "
+                "one that pyproject.toml allows"
+            ) from None
+        log.warning("%s: all of its weights are decoded", fault)
+        return set()
 
 
 def tower_parameters(composite: PreTrainedModel) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@ weights that the files mean, with an image and without one, with the encoder of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from model_worker.cpu.gemm.coded_linear import CodedLinear
 from model_worker.loading.load import load_model
 from model_worker.pipelines.text import TextPipeline
 from model_worker.runner import ModelRunner
-from model_worker.vision.composite import tower_parameters
+from model_worker.vision.composite import text_modules, tower_parameters
 from tests.model_worker.loading.quantized_checkpoints import FORMATS, quantize_checkpoint
 from tests.model_worker.vision.test_families import TOKENS, answers, context_of
 from tests.model_worker.vision.tiny_composites import gemma3, mistral3, qwen2_5_vl, qwen2_vl
@@ -144,3 +145,18 @@ def test_text_alone_is_served_in_its_bits(make: Callable[[], Tiny], form: str, t
     with torch.inference_mode():
         want = tiny.model(input_ids=tokens).logits[0]
     assert float((got - want).norm() / want.norm()) < 0.05
+
+
+def test_parts_that_are_not_found_are_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    composite = made(gemma3).model
+    found = text_modules(composite)
+    assert composite.model.language_model in found
+    assert composite.get_output_embeddings() in found
+    del composite.model.language_model
+    with pytest.raises(ValueError, match=r"no text model is found in gemma3 under model\.language_model or"):
+        text_modules(composite)
+    config: Any = composite.config
+    config.model_type = "mllama"
+    with caplog.at_level(logging.WARNING):
+        assert text_modules(composite) == set()
+    assert "no text model is found in mllama" in caplog.text
