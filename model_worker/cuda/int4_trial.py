@@ -36,6 +36,7 @@ def unsupported(
                 # Inputs of unlike sizes, so that a scale or an input in the wrong place shows.
                 x = torch.randn(count, inputs, generator=generator) * torch.randn(inputs, generator=generator).exp()
                 rows = x.to(device, dtype)
+                more = torch.cat([rows, rows[:1]])
                 want = functional.linear(rows.float(), weight)
                 got = placed(rows)
                 error = float(((got.float() - want).abs().amax(1) / want.abs().amax(1)).max())
@@ -43,6 +44,8 @@ def unsupported(
                     return f"products of {count} tokens are wrong by {error:.2g}"
                 if not all(torch.equal(placed(rows), got) for _ in range(_REPEATS)):
                     return f"products of {count} tokens are not the same each time"
+                if not torch.equal(placed(more)[0], got[0]):
+                    return f"products of {count} tokens depend on those beside them"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a Triton, a compiler or a card without it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -32,7 +32,8 @@ from model_worker.cuda import (
     pick_kernel,
     rotary_kernel,
 )
-from model_worker.cuda.int4_linear import ZEROS
+from model_worker.cuda.int4_linear import OFFSETS, ZEROS
+from model_worker.sampling import draw_triton
 
 POINTERS = {
     "block_tables": "*i32",
@@ -60,10 +61,17 @@ POINTERS = {
     **dict.fromkeys(("scales", "a_scales", "b_scales"), "*fp32"),
 }
 OF_ADAPTERS = ("shrink", "expand")
-# Products with weights of four bits.
-OF_INT4 = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many", "experts"))
+# Products with weights of four bits: each tile, other forms of these, and each tile of experts.
+EXPERT_ROWS = (16, 32, 64)
+INT4_TILES = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
+INT4_EXPERTS = tuple(f"experts in four bits, {rows} rows" for rows in EXPERT_ROWS)
+IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16 = "more in one piece", "some with float32 scales", "few in float16"
+OF_INT4 = (*INT4_TILES, IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16, *INT4_EXPERTS)
 # Only cards with products of these numbers round to them.
-OF_FP8 = ("round", "round groups", "few in blocks", "some in blocks", "many in blocks", "experts in FP8")
+FP8_TILES = ("few in blocks", "some in blocks", "many in blocks")
+FP8_EXPERTS = tuple(f"experts in FP8, {rows} rows" for rows in EXPERT_ROWS)
+FP8_OUTPUTS = "experts in FP8 with a scale for an output"
+OF_FP8 = ("round", "round groups", *FP8_TILES, *FP8_EXPERTS, FP8_OUTPUTS)
 FP8_TARGETS = ("sm_89", "sm_90")
 
 
@@ -74,13 +82,29 @@ OF_THE_MODEL = (
 )
 FEW = (
     *("decode 4x128/128 bf16", "prompt 4x128/128 bf16"),
-    *("extremes", "edge", "pick", "finish and report", "finish"),
+    *("extremes", "plain extremes", "edge", "pick", "finish and report", "finish"),
     *("add and norm", "rotary", "gate", *OF_FP8, *OF_INT4, *OF_ADAPTERS),
 )
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
-    """Yield names, kernels, constants, and the type of q, K and V."""
+# Numbers that a launcher is free to specialise, and that are no multiples of 16.
+ODD = ("pieces", "steps_of_piece", "spare_block", "spare_slot")
+MULTIPLE = ("tt.divisibility", 16)
+
+
+class Case(NamedTuple):
+    """A kernel as it is launched: the type of q, K and V, what its launch says of warps and stages, and other types."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    dtype: str
+    options: dict[str, int] | None = None
+    types: dict[str, str] | None = None
+
+
+def kernels() -> Iterator[Case]:
+    """Yield what is compiled."""
     for group, k_dim, v_dim, dtype in ((4, 128, 128, "bf16"), (16, 576, 512, "bf16"), (8, 256, 256, "fp32")):
         shape = _shape(group, k_dim, v_dim, 4 if dtype == "fp32" else 2)
         rich = dtype == "bf16" and k_dim == 128
@@ -97,46 +121,91 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], str]]:
         }
         name = f"{group}x{k_dim}/{v_dim} {dtype}"
         one = {"ROWS": max(16, triton.next_power_of_2(shape.heads)), "PIECE": PIECE, "SPLIT": True}
-        yield f"decode {name}", paged_attention.decode_kernel, {**constants, **one}, dtype
-        yield f"prompt {name}", paged_attention.prompt_kernel, {**constants, "ROWS": shape.prompt_rows}, dtype
+        yield Case(f"decode {name}", paged_attention.decode_kernel, {**constants, **one}, dtype)
+        yield Case(f"prompt {name}", paged_attention.prompt_kernel, {**constants, "ROWS": shape.prompt_rows}, dtype)
     merged = {"PIECE": PIECE, "V_DIM": 128, "V_WIDE": 128, "WINDOW": 512}
-    yield "merge", paged_attention.merge_kernel, merged, "bf16"
+    yield Case("merge", paged_attention.merge_kernel, merged, "bf16")
     sizes = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "K_WIDE": 128, "V_WIDE": 128}
-    yield "write", kv_write_kernel.write_kernel, sizes, "bf16"
-    yield "extremes", extremes_kernel.extremes_kernel, {"COPY": True, "BLOCK": 1024, "BLOCKS": 8}, "bf16"
+    yield Case("write", kv_write_kernel.write_kernel, sizes, "bf16")
+    yield Case("extremes", extremes_kernel.extremes_kernel, {"COPY": True, "BLOCK": 1024, "BLOCKS": 8}, "bf16")
+    plain = {"COPY": False, "BLOCK": 1024, "BLOCKS": 8}
+    yield Case("plain extremes", extremes_kernel.extremes_kernel, plain, "bf16")
     tiles = {"TILE": 1024, "TILES": 256}
-    yield "edge", edge_kernel.edge_kernel, {**tiles, "BLOCK": 4096, "ROOM": 4096}, "bf16"
-    yield "pick", pick_kernel.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "bf16"
+    yield Case(
+        "edge",
+        edge_kernel.edge_kernel,
+        {**tiles, "BLOCK": 4096, "ROOM": 4096},
+        "bf16",
+        {"num_warps": draw_triton._EDGE_WARPS},
+    )
+    yield Case("pick", pick_kernel.pick_kernel, {"BLOCK": 1024, "BLOCKS": 8}, "bf16")
+    reporting = {"num_warps": draw_triton._REPORT_WARPS}
     last = {"TILES": 256, "PARTS": 32, "BLOCK": 1024}
-    yield "finish and report", finish_kernel.finish_kernel, {**last, "REPORTS": True}, "bf16"
-    yield "finish", finish_kernel.finish_kernel, {**last, "REPORTS": False}, "bf16"
-    yield "norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16"
+    yield Case("finish and report", finish_kernel.finish_kernel, {**last, "REPORTS": True}, "bf16", reporting)
+    yield Case("finish", finish_kernel.finish_kernel, {**last, "REPORTS": False}, "bf16", {"num_warps": 1})
+    yield Case("norm", norm_kernel.norm_kernel, {"WIDTH": 1024, "WIDE": 1024, "FORM": 0}, "bf16")
     norms = {"WIDTH": 1024, "WIDE": 1024, "FORM": 0, "INNER": True}
-    yield "add and norm", norm_kernel.add_norm_kernel, norms, "bf16"
+    yield Case("add and norm", norm_kernel.add_norm_kernel, norms, "bf16")
     heads = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 48, "HALF_WIDE": 64, "REST_WIDE": 32, "NORM": True, "FORM": 2}
     both = {"PAGE": 16, "K_DIM": 128, "V_DIM": 128, "V_WIDE": 128}
-    yield "rotary", rotary_kernel.rotary_kernel, {**heads, **both}, "bf16"
-    yield "fill decode", fill_kernel.fill_decode_kernel, {"BLOCK": 256}, "bf16"
-    yield "fill mixed", fill_kernel.fill_mixed_kernel, {"BLOCK": 256}, "bf16"
-    yield "gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16"
+    yield Case("rotary", rotary_kernel.rotary_kernel, {**heads, **both}, "bf16", {"num_warps": 1})
+    yield Case("fill decode", fill_kernel.fill_decode_kernel, {"BLOCK": 256}, "bf16")
+    yield Case("fill mixed", fill_kernel.fill_mixed_kernel, {"BLOCK": 256}, "bf16")
+    yield Case("gate", gate_kernel.gate_kernel, {"BLOCK": 1024, "ACTIVATION": 0}, "bf16")
     rounding = {"LARGEST": 448.0, "LEAST_SCALE": 1e-12}
-    yield "round", fp8_kernel.round_kernel, {**rounding, "BLOCK": 1024}, "bf16"
-    yield "round groups", fp8_block_kernel.round_groups_kernel, {**rounding, "SIDE": 128, "GROUPS": 8}, "bf16"
-    for name, (_, rows, columns, _, _) in zip(OF_FP8[2:-1], fp8_block_kernel.TILES, strict=True):
+    yield Case("round", fp8_kernel.round_kernel, {**rounding, "BLOCK": 1024}, "bf16")
+    yield Case("round groups", fp8_block_kernel.round_groups_kernel, {**rounding, "SIDE": 128, "GROUPS": 8}, "bf16")
+    for name, (_, rows, columns, warps, stages) in zip(FP8_TILES, fp8_block_kernel.TILES, strict=True):
         tile = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "TOGETHER": 8, "BIASED": True}
-        yield name, fp8_block_kernel.block_product_kernel, tile, "bf16"
-    for kind, (name, (_, rows, columns, _, _, split)) in enumerate(zip(OF_INT4[:-1], int4_kernel.TILES, strict=True)):
-        tile = {"ROWS": rows, "COLUMNS": columns, "STEP": 32 if kind == 1 else 128, "PER_GROUP": 1, "TOGETHER": 8}
-        flags = {"BIASED": True, "SPLIT": split, "KIND": kind % 3, "MIDDLE": 8}
-        yield name, int4_kernel.int4_kernel, {**tile, **flags}, "bf16"
+        options = {"num_warps": warps, "num_stages": stages}
+        yield Case(name, fp8_block_kernel.block_product_kernel, tile, "bf16", options)
+    yield from four_bits()
     ranks = {"FIELDS": adapter_kernel.FIELDS, "MOST_RANK": adapter_kernel.MOST_RANK, "RANKS": 16}
-    yield OF_ADAPTERS[0], adapter_kernel.shrink_kernel, {**ranks, "INPUTS": 256}, "bf16"
-    yield OF_ADAPTERS[1], adapter_kernel.expand_kernel, {**ranks, "OUTPUTS": 128}, "bf16"
-    of_expert = {"ROWS": 16, "COLUMNS": 64}
-    experts = {**of_expert, "SIDE": 128, "BLOCKED": True}
-    yield OF_FP8[-1], fp8_block_kernel.block_experts_kernel, experts, "bf16"
-    codes = {**of_expert, "STEP": 128, "PER_GROUP": 1, "KIND": ZEROS, "MIDDLE": 0}
-    yield OF_INT4[-1], int4_kernel.int4_experts_kernel, codes, "bf16"
+    yield Case(OF_ADAPTERS[0], adapter_kernel.shrink_kernel, {**ranks, "INPUTS": 256}, "bf16")
+    yield Case(OF_ADAPTERS[1], adapter_kernel.expand_kernel, {**ranks, "OUTPUTS": 128}, "bf16")
+    for name, rows in zip(FP8_EXPERTS, EXPERT_ROWS, strict=True):
+        yield _fp8_experts(name, rows, True)
+    yield _fp8_experts(FP8_OUTPUTS, 16, False)
+
+
+def four_bits() -> Iterator[Case]:
+    """Yield products with weights of four bits, of all kinds of zeros by turns."""
+    more, some, few = (int4_kernel.TILES[place] for place in (2, 1, 0))
+    for kind, (name, tile) in enumerate(zip(INT4_TILES, int4_kernel.TILES, strict=True)):
+        yield _in_four_bits(name, tile, kind % 3)
+    yield _in_four_bits(IN_ONE_PIECE, more._replace(is_split=False), OFFSETS)
+    yield _in_four_bits(FLOAT32_SCALES, some, OFFSETS, types=dict.fromkeys(("scales", "zeros"), "*fp32"))
+    yield _in_four_bits(FLOAT16, few, ZEROS, "fp16")
+    for name, rows in zip(INT4_EXPERTS, EXPERT_ROWS, strict=True):
+        codes = {"ROWS": rows, "COLUMNS": 64, "STEP": 128, "PER_GROUP": 1, "KIND": ZEROS, "MIDDLE": 0}
+        yield Case(name, int4_kernel.int4_experts_kernel, codes, "bf16", {"num_warps": 4, "num_stages": 4})
+
+
+def _in_four_bits(
+    name: str, tile: int4_kernel.Tile, kind: int, dtype: str = "bf16", types: dict[str, str] | None = None
+) -> Case:
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": 32 if kind == ZEROS else 128, "PER_GROUP": 1}
+    flags = {"TOGETHER": 8, "BIASED": True, "SPLIT": tile.is_split, "KIND": kind, "MIDDLE": 8}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Case(name, int4_kernel.int4_kernel, {**sizes, **flags}, dtype, options, types)
+
+
+def _fp8_experts(name: str, rows: int, blocked: bool) -> Case:
+    _, _, columns, warps, stages = next(tile for tile in fp8_block_kernel.TILES if rows <= tile[1])
+    constants = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "BLOCKED": blocked}
+    options = {"num_warps": warps, "num_stages": stages}
+    return Case(name, fp8_block_kernel.block_experts_kernel, constants, "bf16", options)
+
+
+def attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int, ...], list[Any]]:
+    """Return what a launcher says of arguments: memory and sizes begin at, and are, multiples of 16."""
+    found = {}
+    for place, parameter in enumerate(kernel.params):
+        kind = signature[parameter.name]
+        is_size = kind == "i32" and not parameter.do_not_specialize and parameter.name not in ODD
+        if kind.startswith("*") or is_size:
+            found[place,] = [list(MULTIPLE)]
+    return found
 
 
 def main(arguments: list[str]) -> None:
@@ -146,7 +215,7 @@ def main(arguments: list[str]) -> None:
             continue
         amd = name.startswith("gfx")
         target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
-        for kind, kernel, constants, dtype in kernels():
+        for kind, kernel, constants, dtype, options, other_types in kernels():
             if (few and kind not in FEW) or (kind in OF_FP8 and name not in FP8_TARGETS):
                 continue
             types = {
@@ -158,12 +227,13 @@ def main(arguments: list[str]) -> None:
                 types |= {"codes": "*u8", "scales": "*fp16", "zeros": zeros, "parts": "*fp32", "arrived": "*i32"}
             if kind in OF_ADAPTERS:
                 types |= {"inner": "*fp32", "y": "*bf16", "table": "*i64", "column": "*i32"}
+            types |= other_types or {}
             signature = {
                 argument: "constexpr" if argument in constants else types.get(argument, "i32")
                 for argument in kernel.arg_names
             }
-            source = ASTSource(kernel, signature, constexprs=constants)
-            made = triton.compile(source, target=target)
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes(kernel, signature))
+            made = triton.compile(source, target=target, options=options)
             print(json.dumps({"target": name, "kernel": kind, "shared": made.metadata.shared}), flush=True)
 
 

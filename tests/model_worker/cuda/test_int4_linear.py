@@ -103,13 +103,16 @@ def test_codes_are_packed_in_steps() -> None:
 
 def test_layers_of_the_same_input_are_one_product() -> None:
     for kind in KINDS:
-        parts = [int4_layer(outputs, 128, 32, kind, biased=True) for outputs in (48, 16, 40)]
-        x = torch.randn(7, 128)
+        # In pieces.
+        parts = [int4_layer(outputs, 1024, 64, kind, biased=True) for outputs in (48, 16, 40)]
+        x = torch.randn(7, 1024)
         want = torch.cat([part(x) for part in parts], -1)
         joined = JoinedLinear(parts)
         assert len(joined._products) == 1
         torch.testing.assert_close(joined(x), want)
+        assert not any(part.arrived.any() for part in parts), "counters are zero again"
         torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), want)
+        assert not any(part.arrived.any() for part in parts)
 
 
 def test_layers_that_do_not_go_together_are_several_products() -> None:
@@ -204,6 +207,8 @@ def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(int4_kernel, "multiply", wrong)
         assert "wrong by" in int4_trial.unsupported(linear, CPU, torch.float32)
+    monkeypatch.setattr(int4_kernel, "multiply", lambda x, *rest: product(x, *rest) * (1 + len(x) % 2 * 1e-4))
+    assert "depend on those beside them" in int4_trial.unsupported(linear, CPU, torch.float32)
     calls = iter(range(100))
     monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) + 1e-4 * next(calls))
     assert "not the same each time" in int4_trial.unsupported(linear, CPU, torch.float32)
