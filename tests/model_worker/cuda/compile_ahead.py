@@ -199,7 +199,7 @@ def _fp8_experts(name: str, rows: int, blocked: bool) -> Case:
 
 def attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int, ...], list[Any]]:
     """Return what a launcher says of arguments: memory and sizes begin at, and are, multiples of 16."""
-    found = {}
+    found: dict[tuple[int, ...], list[Any]] = {}
     for place, parameter in enumerate(kernel.params):
         kind = signature[parameter.name]
         is_size = kind == "i32" and not parameter.do_not_specialize and parameter.name not in ODD
