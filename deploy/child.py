@@ -107,6 +107,8 @@ class Child:
         self.verdict = ""
         # The reason that it has given for leaving in order, and for being followed at once.
         self.leaving = ""
+        # Why it has not come together with others.
+        self.missed = ""
         self.status, write_end = os.pipe()
         # A child that writes never waits for a supervisor that does not read.
         os.set_blocking(write_end, False)
@@ -163,6 +165,7 @@ class Child:
         self.ready_at = None
         self.beating = None
         self.leaving = ""
+        self.missed = ""
         self.started_at = self.heard_at = time.monotonic()
         self._last_lines.clear()
         return True

@@ -51,6 +51,10 @@ class Slot:
         self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
         self.due = now + self.delay
 
+    def wait_for_others(self, now: float) -> None:
+        """Record that this child, or one in its group, ended because others were not there: that is no death."""
+        self.due = now + self.policy.longest_delay
+
     def let_end(self, now: float, patience: float) -> None:
         """Record that the child is leaving; after `patience` seconds it is killed."""
         self.kill_at = now + patience

@@ -189,6 +189,9 @@ class Supervisor:
             case "leave":
                 child.leaving = str(event.get("reason"))
                 return
+            case "missed":
+                child.missed = str(event.get("reason"))
+                return
             case "died":
                 self._on_fork_death(slot, child, int(event["pid"]), int(event["status"]))
                 return
@@ -251,6 +254,9 @@ class Supervisor:
             slot.due = now
             self._observer.say("INFO", f"{slot.spec.title} {child.leaving}")
             return
+        if child.missed:
+            self._wait_for_others(slot, companions, child.missed)
+            return
         ready = [one.ready_at for one in (child, *_children(companions))]
         for member in (slot, *companions):
             member.record_death(None if None in ready else max(at for at in ready if at is not None), now)
@@ -272,6 +278,18 @@ class Supervisor:
             self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s{rest}")
             for companion in _children(companions):
                 companion.terminate()
+
+    def _wait_for_others(self, slot: Slot, companions: Sequence[Slot], missed: str) -> None:
+        """Start a child, and the rest of its group, again later: it needs other hosts, which may come at any time."""
+        now = time.monotonic()
+        for member in (slot, *companions):
+            member.wait_for_others(now)
+        for companion in companions:
+            if companion.child is not None:
+                companion.let_end(now, companion.spec.stop_seconds)
+                companion.child.terminate()
+        delay = slot.policy.longest_delay
+        self._observer.say("WARNING", f"{slot.spec.title}: {missed}; it tries again in {delay:g} s")
 
     def _unwatch(self, descriptor: int) -> None:
         if descriptor in self._selector.get_map():

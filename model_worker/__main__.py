@@ -85,7 +85,7 @@ def main() -> None:
     phases.phase("import")
     _import()
     from model_worker.speech.speaking_engine import with_codec
-    from model_worker.tensor_parallel.exchange import GroupLost
+    from model_worker.tensor_parallel.exchange import GroupLost, NotMet
 
     keys = Path(settings.curve_keys) if arguments.connect else None
     index_file = run_directory.index_file if arguments.connect else None
@@ -128,6 +128,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
+    except NotMet as missing:
+        phases.missed(str(missing))
+        sys.exit(1)
     except GroupLost as lost:
         log.error("this worker ends: %s", lost)
         sys.exit(1)

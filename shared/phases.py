@@ -64,6 +64,11 @@ def leave(reason: str) -> None:
     report("leave", reason=reason)
 
 
+def missed(reason: str) -> None:
+    """Report that this process ends because others did not come to a meeting, and should be started again later."""
+    report("missed", reason=reason)
+
+
 def died(pid: int, status: int) -> None:
     """Report that the working fork has ended, and that this process can fork another one (shared/forkserver.py).
 

@@ -53,6 +53,13 @@ class GroupLost(Exception):
         self.blamed = blamed
 
 
+class NotMet(GroupLost):
+    """The ranks have not come together: another one is not there yet, or has another version or setting for now."""
+
+    def __init__(self, story: str) -> None:
+        super().__init__(story, blamed=False)
+
+
 class Exchange:
     """One rank's end of the shared memory, which `bytes_for` says the size of.
 

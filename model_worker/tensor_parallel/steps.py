@@ -56,7 +56,12 @@ class Steps:
     def step(self) -> Iterator[None]:
         """Count a step that is computed, or launched, in this context."""
         self._begun += 1
-        yield
+        try:
+            yield
+        except BaseException:
+            # The others may not have got it: they are not to be awaited for it.
+            self._begun -= 1
+            raise
         if self._event is None:
             self._last = self._begun, self._exchanges()[1]
             return

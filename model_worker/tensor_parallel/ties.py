@@ -21,13 +21,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from model_worker.agreement import Agreed
+from model_worker.model import first_line
 from model_worker.tensor_parallel.beats import SILENCE_SECONDS, NetworkMates
 from model_worker.tensor_parallel.collectives import Collectives, NetworkCollectives
-from model_worker.tensor_parallel.exchange import START_SECONDS, Exchange, GroupLost
+from model_worker.tensor_parallel.exchange import START_SECONDS, Exchange, GroupLost, NotMet
 from model_worker.tensor_parallel.interface import use_interface_to
-from model_worker.tensor_parallel.links import Follower, Leader, Place
+from model_worker.tensor_parallel.links import MEETING_SECONDS, Follower, Leader, Place
 from model_worker.tensor_parallel.load import agreement
-from model_worker.tensor_parallel.network import NetworkFollower, NetworkLeader, NetworkPlace
+from model_worker.tensor_parallel.network import NetworkFollower, NetworkLeader, NetworkPlace, endpoint
 from model_worker.tensor_parallel.shard import Joining
 from model_worker.tensor_parallel.steps import Standing, Steps, steps_on
 from model_worker.tensor_parallel.watch import Watch, end_process
@@ -122,16 +123,28 @@ def lead_hosts(place: NetworkPlace, device: torch.device) -> tuple[NetworkLeader
     store = TCPStore(leader.address, 0, place.ranks, True, limit, wait_for_workers=False)
     leader.meet(store.port)
     mates = NetworkMates(leader.beats, 0, leader.names)
-    return leader, _tied_over_hosts(place, device, store, mates, leader.address)
+    return leader, _tied_over_hosts(place, device, lambda: store, mates, leader.address)
 
 
 def follow_hosts(place: NetworkPlace, device: torch.device) -> tuple[NetworkFollower, Ties]:
     """Come to rank 0, which is on any host."""
     follower = NetworkFollower(place)
-    limit = timedelta(seconds=START_SECONDS)
-    store = TCPStore(follower.address, follower.store_port, place.ranks, False, limit)
     mates = NetworkMates(follower.beats, place.rank, follower.names)
+    store = partial(_store_of, follower)
     return follower, _tied_over_hosts(place, device, store, mates, follower.address)
+
+
+def _store_of(follower: NetworkFollower) -> Store:
+    """Reach the store of rank 0. NotMet names its port."""
+    limit = timedelta(seconds=MEETING_SECONDS)
+    try:
+        store = TCPStore(follower.address, follower.store_port, follower.place.ranks, False, limit)
+    except RuntimeError as error:
+        where = endpoint(follower.address, follower.store_port)
+        text = f"rank 0 listens at {where}, a port that is another one at each start, and is not reached there"
+        raise NotMet(f"{text} (is a firewall in between?): {first_line(error)}") from None
+    store.set_timeout(timedelta(seconds=START_SECONDS))
+    return store
 
 
 class SharedMates:
@@ -167,14 +180,15 @@ def _tied_here(place: Place, device: torch.device, exchange: Exchange, trouble: 
 
 
 def _tied_over_hosts(
-    place: NetworkPlace, device: torch.device, store: Store, mates: NetworkMates, address: str
+    place: NetworkPlace, device: torch.device, store: Callable[[], Store], mates: NetworkMates, address: str
 ) -> Ties:
+    """Join the ranks. The watch begins first: rank 0 may end before another one has reached its `store`."""
     use_interface_to(address, 1)
     counts: list[Callable[[], tuple[int, int]]] = []
     steps = steps_on(device, lambda: counts[0]() if counts else (0, 0))
     watch = Watch(steps, mates, end_process, _wake)
     watch.start()
-    joined = NetworkCollectives(place.rank, place.ranks, device, store, partial(_explain, watch))
+    joined = NetworkCollectives(place.rank, place.ranks, device, store(), partial(_explain, watch))
     counts.append(joined.counts)
     trouble = partial(_found, watch)
     return Ties(device, joined, agreement(joined, place.ranks), trouble, joined, watch, mates)

@@ -84,6 +84,9 @@ def end(manner: str) -> None:
     if kind == "leave":
         phases.leave("leaves to a better one")
         sys.exit(0)
+    if kind == "missed":
+        phases.missed("rank 1 of 2 has not come")
+        sys.exit(1)
     if kind == "exit":
         sys.exit(int(argument))
     if kind == "signal":

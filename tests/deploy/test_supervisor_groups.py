@@ -110,6 +110,18 @@ def test_members_that_die_in_turn_are_one_group_that_keeps_dying() -> None:
         assert "that is 4 deaths in a row" in stage.said[-1]
 
 
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_group_that_misses_ranks_on_other_hosts_tries_again_and_does_not_give_up(forks: bool) -> None:
+    waits = member("model_worker:0", "--never-ready", "--then", "missed", forks=forks)
+    with Stage(waits, member("model_worker:1", "--never-ready"), longest_delay=0.02, deaths=1) as stage:
+        while len(stage.told("started")) < 8:
+            stage.wait_for("started")
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+        assert stage.said.count("model_worker:0: rank 1 of 2 has not come; it tries again in 0.02 s") >= 3
+        assert not any("died" in text for text in stage.said)
+
+
 def test_a_group_of_one_role_is_given_up_though_its_other_members_serve() -> None:
     children = (member("model_worker:0", "--then", "exit:3"), member("model_worker:1"))
     with Stage(*children, first_delay=0.01, deaths=3) as stage:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from model_worker.tensor_parallel import network
 from model_worker.tensor_parallel.beats import NetworkMates
-from model_worker.tensor_parallel.exchange import GroupLost
+from model_worker.tensor_parallel.exchange import NotMet
 from model_worker.tensor_parallel.network import NetworkFollower, NetworkLeader, NetworkPlace
 from model_worker.tensor_parallel.steps import Standing
 from shared.curve import make_peer_keys, make_server_keys
 from tests.system.server import free_port
 
-SECONDS = 20.0
+SECONDS = 60.0
 STORE_PORT = 1234
 
 
@@ -37,6 +40,26 @@ def coming(*places: NetworkPlace, seconds: float = SECONDS) -> Iterator[list[Fut
 
 
 @contextmanager
+def meeting(leader: NetworkLeader) -> Iterator[None]:
+    """Rank 0 waits for the others meanwhile, who all come."""
+    with ThreadPoolExecutor(1) as thread:
+        met = thread.submit(leader.meet, STORE_PORT, SECONDS)
+        yield
+        met.result()
+
+
+def _wait_for(leader: NetworkLeader, missing: str) -> None:
+    """Wait until these ranks alone are missing."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with pytest.raises(NotMet, match="has not come") as lost:
+            leader.meet(STORE_PORT, 0.1)
+        if str(lost.value).startswith(f"rank {missing} of "):
+            return
+        assert time.monotonic() < deadline
+
+
+@contextmanager
 def met(place: NetworkPlace) -> Iterator[tuple[NetworkLeader, NetworkFollower]]:
     leader = NetworkLeader(place)
     with coming(replace(place, rank=1)) as [other]:
@@ -49,8 +72,11 @@ def met(place: NetworkPlace) -> Iterator[tuple[NetworkLeader, NetworkFollower]]:
         leader.close()
 
 
-def test_messages_come_whole_and_in_order(place: NetworkPlace) -> None:
-    with met(place) as (leader, follower):
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_messages_come_whole_and_in_order(place: NetworkPlace, address: str) -> None:
+    if ":" in address and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this host has no IPv6")
+    with met(replace(place, rendezvous=f"{address}:{free_port()}")) as (leader, follower):
         assert follower.store_port == STORE_PORT
         assert follower.names == leader.names
         assert follower.receive(0.0) is None
@@ -65,33 +91,83 @@ def test_a_rank_with_other_settings_is_refused_with_both_values(
 ) -> None:
     leader = NetworkLeader(place)
     wrong = replace(place, rank=1, terms={"model": "a", "dtype": "bfloat16"})
-    with coming(wrong, replace(place, rank=7)) as futures:
-        with pytest.raises(GroupLost, match=r"rank 1 of 2 has not come to 127.0.0.1:\d+ in 3 s"):
-            leader.meet(STORE_PORT, 3.0)
+    with meeting(leader), coming(wrong, replace(place, rank=7)) as futures:
         said = [str(future.exception()) for future in futures]
+        # Where the others have its version and settings later, it is let in.
+        NetworkFollower(replace(place, rank=1), SECONDS).close()
     leader.close()
     both = "rank 1 has dtype 'bfloat16', and rank 0 has 'float32': start both alike"
-    assert said == [both, "rank 7 is none of the 2 ranks of this group"]
+    refused = [both, "rank 7 is none of the 2 ranks of this group"]
+    assert said == [f"rank 0 refuses this rank: {why}" for why in refused]
     assert both in caplog.text
 
 
-def test_one_with_other_keys_is_not_heard(place: NetworkPlace, tmp_path: Path) -> None:
-    """Of the same server's, even: another peer may not be a rank."""
-    keys = make_peer_keys(tmp_path / "keys", "stranger")
+def test_who_does_not_come_is_named(place: NetworkPlace) -> None:
     leader = NetworkLeader(place)
-    with coming(replace(place, rank=1, keys=keys), seconds=2.0) as [stranger]:
-        with pytest.raises(GroupLost, match="rank 1 of 2 has not come"):
-            leader.meet(STORE_PORT, 2.0)
-        assert "rank 0 has not come to" in str(stranger.exception())
+    with pytest.raises(NotMet, match=r"rank 1 of 2 has not come to 127.0.0.1:\d+ in 0 s"):
+        leader.meet(STORE_PORT, 0.1)
+    leader.close()
+    with pytest.raises(NotMet, match="rank 0 has not come to"):
+        NetworkFollower(replace(place, rank=1), 0.1)
+
+
+def test_one_with_other_keys_is_not_heard(place: NetworkPlace, tmp_path: Path) -> None:
+    """Of the same server's, even: another peer may not be a rank. One with the keys comes later, and is heard."""
+    keys = make_peer_keys(tmp_path / "keys", "stranger")
+    place = replace(place, ranks=3)
+    leader = NetworkLeader(place)
+    with coming(replace(place, rank=2, keys=keys), replace(place, rank=1), seconds=5.0) as futures:
+        _wait_for(leader, missing="2")
+        with pytest.raises(NotMet, match="rank 2 of 3 has not come"):
+            leader.meet(STORE_PORT, 1.0)
+        assert all("rank 0 has not come to" in str(future.exception()) for future in futures)
+    leader.close()
+
+
+def test_two_hosts_with_one_number_are_told_so(place: NetworkPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = (f"host-{number}" for number in count())
+    monkeypatch.setattr(network.socket, "gethostname", lambda: next(hosts))
+    place = replace(place, ranks=3)
+    leader = NetworkLeader(place)
+    with meeting(leader), coming(replace(place, rank=1), replace(place, rank=1)) as futures:
+        refused = next(as_completed(futures))
+        assert re.search(
+            r"two say that they are rank 1: pid \d+ on host-., and pid \d+ on host-.; each host has another --node",
+            str(refused.exception()),
+        )
+        NetworkFollower(replace(place, rank=2), SECONDS).close()
+        [met] = [future for future in futures if future is not refused]
+        met.result().close()
+    leader.close()
+
+
+def test_a_rank_that_has_come_and_ended_is_named(place: NetworkPlace) -> None:
+    leader = NetworkLeader(place)
+    leader._greet(b"gone", {"rank": 1, "pid": 7, "host": "other", "digest": place.digest()})
+    with pytest.raises(NotMet, match=r"rank 1 \(pid 7 on other\) has come, and ended before all were there"):
+        leader.meet(STORE_PORT, SECONDS)
+    leader.close()
+
+
+def test_the_rendezvous_is_looked_up_until_it_leads_to_rank_0(
+    place: NetworkPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, port = place.address()
+    # An address of documentation (RFC 5737), which no host has, and one of this host at which nobody listens.
+    answers = iter([("192.0.2.1", port), (right, port), ("127.0.0.2", port)])
+    monkeypatch.setattr(NetworkPlace, "address", lambda _: next(answers, (right, port)))
+    monkeypatch.setattr(network, "_RETRY_SECONDS", 0.1)
+    leader = NetworkLeader(place, SECONDS)
+    with meeting(leader):
+        NetworkFollower(replace(place, rank=1), SECONDS).close()
     leader.close()
 
 
 def test_a_rendezvous_that_is_elsewhere_is_refused_by_rank_0(place: NetworkPlace) -> None:
-    # An address of documentation (RFC 5737), which no host has.
     with pytest.raises(ValueError, match=r"rendezvous 192\.0\.2\.1:5700 cannot be bound by rank 0"):
-        NetworkLeader(replace(place, rendezvous="192.0.2.1:5700"))
-    with pytest.raises(GroupLost, match=r"the host of the rendezvous is\.invalid:5700 is not known"):
-        NetworkLeader(replace(place, rendezvous="is.invalid:5700"), 0.1)
+        NetworkLeader(replace(place, rendezvous="192.0.2.1:5700"), 0.0)
+    with pytest.raises(NotMet, match=r"the host of the rendezvous is\.invalid:5700 is not known"):
+        NetworkLeader(replace(place, rendezvous="is.invalid:5700"), 0.0)
 
 
 def test_ranks_hear_each_other_and_name_the_one_that_is_silent(place: NetworkPlace) -> None:
