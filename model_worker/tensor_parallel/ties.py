@@ -35,8 +35,8 @@ from model_worker.tensor_parallel.watch import Watch, end_process
 
 # Bytes of a slot of the exchange: a piece of a larger tensor stays in a core's cache.
 _SLOT_BYTES = 1 << 20
-# Seconds in which the watch names the rank with which a sum has failed.
-_NAMING_SECONDS = SILENCE_SECONDS + 2.0
+# Seconds in which the watch names the rank with which a sum has failed: rank 0 may tell the others some seconds later.
+_NAMING_SECONDS = SILENCE_SECONDS + 4.0
 
 
 class SendingLine(Protocol):

@@ -237,6 +237,15 @@ def test_there_are_few_values_and_the_schema_knows_all() -> None:
         ({"workers": {"replicas": 1}}, "CURVE keys"),
         ({**REMOTE, "replicas": 2}, "install the chart once for each server"),
         ({"service": {"port": 0}}, "port"),
+        ({"workers": {**REMOTE["workers"], "nodes": 5, "gpus": 4}}, "workers.nodes is 5, .* has 4 ranks"),
+        (
+            {"workers": {**REMOTE["workers"], "nodes": 9, "gpus": 0}, "settings": {"tensor_parallel": 2}},
+            "workers.nodes is 9, .* has 2 ranks",
+        ),
+        (
+            {"workers": {**REMOTE["workers"], "gpus": 4}, "settings": {"tensor_parallel": 2}},
+            "settings.tensor_parallel is 2 and workers.gpus is 4",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: dict[str, Any], said: str) -> None:

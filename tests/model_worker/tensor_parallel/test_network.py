@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -126,7 +127,7 @@ def test_one_with_other_keys_is_not_heard(place: NetworkPlace, tmp_path: Path) -
 
 def test_two_hosts_with_one_number_are_told_so(place: NetworkPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = (f"host-{number}" for number in count())
-    monkeypatch.setattr(network.socket, "gethostname", lambda: next(hosts))
+    monkeypatch.setattr(socket, "gethostname", lambda: next(hosts))
     place = replace(place, ranks=3)
     leader = NetworkLeader(place)
     with meeting(leader), coming(replace(place, rank=1), replace(place, rank=1)) as futures:

@@ -37,6 +37,22 @@ def test_a_rank_that_is_refused_says_why(tmp_path: Path, tmp_path_factory: pytes
     assert "Traceback" not in said
 
 
+def test_a_rank_that_is_asked_to_end_computes_on_until_rank_0_has_ended() -> None:
+    """Rank 0 may have sent batches whose sums it waits for."""
+    messages = [b"one", None, b"two", None, None]
+    losses = [None, None, GroupLost("rank 0 ends: it was asked to end", blamed=False)]
+    left: list[bool] = []
+    rank: Any = object.__new__(start.Rank)
+    rank._serves = False
+    rank._link = SimpleNamespace(receive=lambda _: messages.pop(0))
+    rank._ties = SimpleNamespace(trouble=lambda: losses.pop(0), leave=lambda: left.append(True))
+    rank._on_sigterm()
+    assert left == [True], "rank 0 is told"
+    assert [rank._next(), rank._next()] == [b"one", b"two"]
+    with pytest.raises(GroupLost, match="rank 0 ends"):
+        rank._next()
+
+
 def test_a_rank_without_memory_says_so_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` reports errors of what makes a rank, as it does those of rank 0."""
 

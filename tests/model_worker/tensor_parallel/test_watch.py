@@ -149,6 +149,23 @@ def test_nobody_is_named_while_the_group_starts() -> None:
     assert watch.look(100.0) == ""
 
 
+def test_a_step_that_could_not_be_sent_is_awaited_from_nobody() -> None:
+    ranks, first, watch = group()
+    compute(ranks, first, {1: 1, 2: 1})
+    for rank in ranks:
+        rank.gpu.done = 1
+
+    def fail(_: bytes) -> None:
+        raise ValueError("a batch that cannot be sent")
+
+    ranks[0].send = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match="cannot be sent"):
+        first.logits(batch())
+    watch.look(100.0)
+    assert watch.look(100.0) == ""
+    assert ranks[0].steps.standing() == Standing(1, 1)
+
+
 @pytest.mark.parametrize(
     ("standings", "ranks", "undone"),
     [
