@@ -1,8 +1,9 @@
 """Rules on single tokens as a draw's kernels take them: an entry for each token that they name, sent when a row joins.
 
 What `token_rules.py` finds from logits, that nothing but the end or forbidden tokens would be left, follows here from
-the tokens that rules and the row's grammar name, so the host knows it before the draw. Knows tokens and records of
-rows; knows no logits.
+the tokens that rules and the row's grammar name, so the host knows it before the draw. One case differs: where the
+model itself gives -inf to all tokens that are left, rules give way there, and the row is bad here. Knows tokens and
+records of rows; knows no logits.
 """
 
 from __future__ import annotations

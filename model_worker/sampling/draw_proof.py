@@ -39,11 +39,12 @@ _WISHES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "allowed_token_ids": [3, 1, 7, 9], "bad_words": [[7]], "min_new_tokens": 99},
     {"temperature": 0.0, **_REPORTED_TOPS},
     {"temperature": 0.9, "top_p": 0.8, "logprobs": LogprobMode.WARPED, "top_logprobs": 20, "logprob_ids": (0, 5)},
+    {"temperature": 0.8, "top_k": 50, "logprobs": LogprobMode.WARPED},
 )
 ROWS = len(_WISHES)
 _STOPS = [2, 9]
 _GREEDY, _PLAIN, _COUNTED = (0,), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6, 7)
-_RULED, _REPORTED = (0, 1, 8, 9), (0, 1, 10, 11)
+_RULED, _REPORTED = (0, 1, 8, 9), (0, 1, 10, 11, 12)
 # The rows of each step, and whether some have masks. In most no row is drawn, or nothing changes logits: kernels then
 # take other branches, and read logits of the model's type.
 _STEPS: tuple[tuple[tuple[int, ...], bool], ...] = (
@@ -57,7 +58,7 @@ _STEPS: tuple[tuple[tuple[int, ...], bool], ...] = (
     (_RULED, False),
     (_RULED, True),
     (_REPORTED, False),
-    ((10, 9, 7), True),
+    ((10, 9, 7, 12), True),
 )
 # Padding behind the vocabulary's logits, in every second step. It is a multiple of 16, since Triton compiles other
 # kernels for strides that are not.
@@ -116,12 +117,21 @@ def _draw_alike(plain: SamplerRows, other: SamplerRows, device: torch.device, dt
             sampler.sample_ahead(tensor.clone(), rows, positions, None, masks, last)
             for sampler, last in zip((plain, other), last_tokens, strict=True)
         ]
-        (tokens, _, want), (drawn, _, got) = (ahead.read(ahead.memory.cpu().numpy()) for ahead in found)
+        (tokens, chosen, want), (drawn, other_chosen, got) = (ahead.read(ahead.memory.cpu().numpy()) for ahead in found)
         if not (np.array_equal(tokens, drawn) and torch.equal(*last_tokens)):
+            return False
+        if not _chosen_alike(chosen, other_chosen, tokens >= 0):
             return False
         if not _reported_alike(want, got, rows[tokens >= 0]):
             return False
     return True
+
+
+def _chosen_alike(want: NDArray[np.float32] | None, got: NDArray[np.float32] | None, good: NDArray[np.bool_]) -> bool:
+    """Whether good rows have the same log-probabilities of their tokens, NaN where none was asked for."""
+    if want is None or got is None:
+        return want is got
+    return np.allclose(want[good], got[good], rtol=0, atol=_MOST_DIFFERENCE, equal_nan=True)
 
 
 def _reported_alike(want: LogprobReports | None, got: LogprobReports | None, rows: NDArray[np.int32]) -> bool:

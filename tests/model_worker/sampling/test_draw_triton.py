@@ -11,8 +11,10 @@ import torch
 from scipy import stats
 
 from interfaces import LogprobMode, SamplingParams
+from model_worker.cuda.draw_record import RECORD
 from model_worker.sampling import draw_proof, draw_triton
 from model_worker.sampling import sampler as samplers
+from model_worker.sampling.ahead import report_start
 from model_worker.sampling.draw_records import RowMasks
 from model_worker.sampling.draw_triton import DrawStep, TritonDraw
 from model_worker.sampling.sampler import SamplerRows
@@ -221,6 +223,15 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     def wrong_in_reports(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
         return finish(self, logits if step.reports is None else logits.float() * 1.01, step)
 
+    def wrong_where_only_the_token_is_reported(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
+        tokens, found = finish(self, logits, step)
+        if step.reports is not None and found is not None:
+            records = step.records.numpy().view(RECORD)[:, 0]
+            alone = (records["report"] >= 0) & (records["top_logprobs"] == 0) & (records["name_count"] == 0)
+            words = found[report_start(len(records)) :].view(torch.float32).view(step.reports.rows, -1)
+            words[torch.from_numpy(records["report"][alone]), 0] += 1
+        return tokens, found
+
     def fails(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
         raise TypeError("no such compiler\nand more")
 
@@ -234,13 +245,15 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
         ("_finish", wrong_for_greedy_rows, draw_proof._GREEDY, False),
         ("_finish", kept_nowhere, draw_proof._GREEDY, False),
         ("_finish", wrong_in_reports, draw_proof._REPORTED, False),
+        ("_finish", wrong_where_only_the_token_is_reported, draw_proof._REPORTED, False),
         ("_finish", fails, draw_proof._GREEDY, False),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(TritonDraw, name, wrong)
-            # The one that finds it, since interpreted kernels are slow, and behind another, so that rows lie apart.
+            # The one that finds it, since interpreted kernels are slow, and behind another, so that rows lie apart. It
+            # comes again without a row that is bad.
             assert tuple(step) in draw_proof._STEPS
-            patch.setattr(draw_proof, "_STEPS", (draw_proof._STEPS[0], tuple(step)))
+            patch.setattr(draw_proof, "_STEPS", (draw_proof._STEPS[0], tuple(step), tuple(step)))
             caplog.clear()
             assert draw_proof.proven(CPU, *pair(), torch.bfloat16) is None, wrong.__name__
             said = "no such compiler" if wrong is fails else "the kernels draw other tokens"
