@@ -89,6 +89,19 @@ def _logits(source, records, row, masks, mask, words, counts, slot, count_stride
 
 
 @_jit
+def _first_from(rules, count, token):
+    """Return which of a row's rules, which come by token, is the first of this token or a later one."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        is_before = (tl.load(rules + middle) & _TOKENS) < token
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@_jit
 def _write_ruled(
     to,
     lists,
@@ -119,13 +132,14 @@ def _write_ruled(
         tl.store(to + at, tl.where(restricts & limited, float("-inf"), x), mask=inside)
     # All threads of the program write to what others of them have written, and read it.
     tl.debug_barrier()
-    first = integer(records, row, RULES)
+    rules = lists + integer(records, row, RULES)
     count = integer(records, row, RULE_COUNT)
-    for begin in range(0, count, _RULES):
+    end = _first_from(rules, count, start + BLOCK * BLOCKS)
+    for begin in range(_first_from(rules, count, start), end, _RULES):
         place = begin + tl.arange(0, _RULES)
-        rule = tl.load(lists + first + place, mask=place < count, other=0)
+        own = place < end
+        rule = tl.load(rules + place, mask=own, other=0)
         at = (rule & _TOKENS).to(tl.int32)
-        own = (place < count) & (at >= start) & (at < start + BLOCK * BLOCKS)
         x = _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, own, True)
         x = x + (rule >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         forbidden = is_held & ((rule & _STOPS) != 0)

@@ -176,6 +176,35 @@ def test_a_row_reports_no_more_tokens_than_there_are(is_clipped: bool) -> None:
     np.testing.assert_allclose(got.values, want.reports.values, atol=1e-5)
 
 
+def test_each_part_of_a_row_finds_its_rules() -> None:
+    """Parts have 256 tokens: some have many rules, some one at an edge, and some none."""
+    rng = np.random.default_rng()
+    width = 1100
+    many = rng.choice(np.arange(256, 512), 200, replace=False)
+    rules: tuple[dict[str, Any], ...] = (
+        {"allowed_token_ids": [0, 255, *many.tolist(), 1099]},
+        {"logit_bias": {int(token): float(rng.normal() * 9) for token in (511, 512, 768, *many)}},
+        {"bad_words": [[int(token)] for token in range(900)]},
+        {"allowed_token_ids": [1024]},
+    )
+    sampler = sampler_of(len(rules), width)
+    for row, rule in enumerate(rules):
+        params = SamplingParams(temperature=0.0, logprobs=LogprobMode.TEMPERED, top_logprobs=64, **rule)
+        sampler.join(row, params, [], EMPTY, EMPTY)
+    rows, positions = np.arange(len(rules), dtype=np.int32), np.zeros(len(rules), np.int64)
+    logits = torch.from_numpy(rng.normal(size=(len(rules), width)).astype(np.float32))
+    want = sampler.sample(logits.clone(), rows, positions)
+    ahead = sampler.sample_ahead(logits, rows, positions)
+    tokens, _, got = ahead.read(ahead.memory.numpy())
+    np.testing.assert_array_equal(tokens, want.tokens)
+    assert want.reports is not None
+    assert got is not None
+    np.testing.assert_array_equal(got.counts, want.reports.counts)
+    np.testing.assert_array_equal(got.ids, want.reports.ids)
+    np.testing.assert_allclose(got.values, want.reports.values, atol=1e-4)
+    assert got.counts.tolist() == [64, 64, 64, 1]
+
+
 def pair() -> tuple[SamplerRows, SamplerRows]:
     return sampler_of(draw_proof.ROWS, 100, False), sampler_of(draw_proof.ROWS, 100, False)
 
