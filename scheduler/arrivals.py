@@ -53,6 +53,8 @@ class Arrival:
     there: int = 0
     # Nothing more is asked for.
     cut: bool = False
+    # What was asked for has not come, although its source is there.
+    failed: bool = False
 
 
 class Arrivals:
@@ -150,9 +152,13 @@ class Arrivals:
         """Whether the row still waits."""
         return bool(self._rows.version[arrival.row] == arrival.version)
 
+    def takes_too_long(self, arrival: Arrival) -> bool:
+        """Whether it is not waited for any more."""
+        return self._clock() - arrival.began > arrival.patience
+
     def pays_on(self, arrival: Arrival) -> bool:
         """Whether it is right to wait on: it takes neither too long, nor longer than to compute the rest."""
-        if self._clock() - arrival.began > arrival.patience:
+        if self.takes_too_long(arrival):
             return False
         left = len(arrival.blocks) - arrival.asked
         computing = self._prefill_budget.block_seconds(self._block_size)
@@ -168,6 +174,15 @@ class Arrivals:
         """Learn from a piece that has come."""
         self.blocks += blocks
         self._copy_time.learn(blocks, seconds)
+
+    def learn_failure(self, arrival: Arrival, elsewhere: PrefillBudget) -> None:
+        """Learn from an arrival that failed: as from a slow copy of what has not come.
+
+        A worker that has computed no prompt yet is taken to be as fast as the one that was to send it.
+        """
+        here = self._prefill_budget.block_seconds(self._block_size)
+        computing = elsewhere.block_seconds(self._block_size) if here is None else here
+        self._copy_time.failed(len(arrival.blocks) - arrival.there, computing)
 
     def end(self, arrival: Arrival) -> int:
         """End an arrival. Returns how many tokens of its sequence have their K and V now."""

@@ -4,7 +4,7 @@ The time is an average over the blocks that were copied. The weight of earlier b
 Neither they nor one copy weigh more than `MOST_BLOCKS`. Where copies do not pay, the scheduler makes none, and so
 measures none. The average is doubted more as it gets older: a copy that takes twice as long as computing is tried
 again after `HALF_LIFE`, and one that takes four times as long after two of them. No copy is tried so while another
-one is under way. The number of questions makes no difference.
+one is under way. The number of questions makes no difference. A copy that fails counts as a slow one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 HALF_LIFE = 30.0
 # All earlier blocks count for as many at most.
 MOST_BLOCKS = 16
+# A copy that failed counts as one that took so many times as long as computing, or as copies before.
+FAILED_TIMES = 4.0
 
 
 class CopyTime:
@@ -43,6 +45,12 @@ class CopyTime:
         self._blocks = before + new
         self._average = (before * (self._average or 0.0) + new * seconds / blocks) / self._blocks
         self._measured = self._clock()
+
+    def failed(self, blocks: int, computing: float | None) -> None:
+        """Learn that so many blocks did not come; one of them is computed in `computing` seconds."""
+        usual = max(self._average or 0.0, computing or 0.0)
+        if usual:
+            self.learn(blocks, blocks * FAILED_TIMES * usual)
 
     def pays(self, blocks: int, ahead: int, computing: float | None) -> bool:
         """Whether copying `blocks` after `ahead` others takes less time than to compute them, as far as is known.

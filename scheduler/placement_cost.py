@@ -1,10 +1,13 @@
-"""The policy of placement: which worker computes a request soonest, by the scheduler's own index and queue.
+"""The policy of placement: where a request costs least, by the scheduler's own index and queue.
 
-The cost of a worker is its backlog, plus twice the number of tokens that it would have to compute for the request: they
-delay this request, and then those behind it. Counted once, requests of a burst computed prefixes anew on workers that
-had only one prefix less to compute. The index is exact: it is the block table that the scheduler keeps for each worker,
-with the blocks that are being computed now. A prefix that many requests share therefore stays on one worker until the
-backlog there costs more than to compute the prefix anew elsewhere; from then on two workers have it.
+The cost of a worker is its backlog, plus the number of tokens that it would have to compute for the request. A busy
+worker counts these twice: they delay this request, and then those behind it. Counted once, requests of a burst computed
+prefixes anew on workers that had only one prefix less to compute. An idle worker counts them once: nothing is behind
+them. So a request may wait for a worker that has its prefix although a busy one would compute it sooner, but not longer
+than an idle one takes. The index is exact: it is the block table that the scheduler keeps for each worker, with the
+blocks that are being computed now. A prefix that many requests share stays on one worker until the backlog there is
+larger than the prefix, beside an idle worker, or than twice the prefix and the backlog of a busy one; from then on two
+workers have it.
 
 Rows of the lowest priority stand still beside others (`background.py`), so they are no backlog for these.
 """
@@ -18,7 +21,7 @@ from typing import NamedTuple
 from scheduler.sequence import Sequence
 from scheduler.workers import Worker
 
-# A token to compute costs as many tokens of backlog. From 1.5 on, bursts keep to their prefixes.
+# A token to compute costs a busy worker as many tokens of backlog. From 1.5 on, bursts keep to their prefixes.
 WEIGHT_OF_NEW_TOKENS = 2
 # A running sequence counts as this many tokens in a backlog: it takes a part of each step until it ends.
 TOKENS_OF_A_ROW = 32
@@ -42,7 +45,7 @@ class Choice(NamedTuple):
 
     @property
     def cost(self) -> int:
-        return WEIGHT_OF_NEW_TOKENS * self.new_tokens + self.backlog
+        return (WEIGHT_OF_NEW_TOKENS if self.backlog else 1) * self.new_tokens + self.backlog
 
 
 # Returns the workers to try for a sequence, best first. The number is the most tokens in a step.

@@ -98,6 +98,7 @@ class Shipping:
         if data is None or not whole or not there or arrival.cut:
             _drop(data)
             del self._pieces[message.ticket]
+            arrival.failed |= there and not arrival.cut
             arrival.cut = True
             return
         piece.taking = True
@@ -118,6 +119,7 @@ class Shipping:
             arrival.there += piece.count
             piece.target.arrivals.learn(piece.count, now - max(piece.sent, self._ended.get(index, 0.0)))
         else:
+            arrival.failed |= not message.whole
             arrival.cut = True
         self._ended[index] = now
 
@@ -171,11 +173,17 @@ class Shipping:
     def _settle(self, target: Worker, arrival: Arrival) -> None:
         """End an arrival when all pieces have come, or no more do."""
         arrivals = target.arrivals
-        if self._source(arrival) is None or not arrivals.has_owner(arrival) or not arrivals.pays_on(arrival):
+        source = self._source(arrival)
+        if source is None or not arrivals.has_owner(arrival):
+            self._cut(arrival)
+        elif not arrivals.pays_on(arrival):
+            arrival.failed |= arrivals.takes_too_long(arrival)
             self._cut(arrival)
         complete = arrival.there == len(arrival.blocks)
         if not complete and not (arrival.cut and self._under_way(arrival) == 0):
             return
+        if arrival.failed and source is not None and not complete:
+            arrivals.learn_failure(arrival, source.prefill_budget)
         sequence = target.beginnings.end_arrival(arrival)
         if sequence is None:
             return

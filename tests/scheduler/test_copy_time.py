@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.copy_time import HALF_LIFE, MOST_BLOCKS, CopyTime
+from scheduler.copy_time import FAILED_TIMES, HALF_LIFE, MOST_BLOCKS, CopyTime
 from tests.scheduler.clock import Clock
 
 
@@ -66,3 +66,22 @@ def test_a_slow_copy_of_many_blocks_counts_as_a_few() -> None:
     time, _ = measured(100, 0.1)
     time.learn(200, 200 * 1.0)
     assert time.block_seconds == pytest.approx(0.5005)
+
+
+def test_a_copy_that_fails_counts_as_a_slow_one() -> None:
+    clock = Clock()
+    time = CopyTime(clock)
+    time.failed(3, None)
+    assert time.block_seconds is None, "it is not known how slow it is"
+    time.failed(3, 0.5)
+    assert time.block_seconds == pytest.approx(FAILED_TIMES * 0.5)
+    assert not time.pays(4, 0, computing=0.5)
+    clock.advance(3 * HALF_LIFE)
+    assert time.pays(4, 0, computing=0.5), "it is tried again"
+    time.failed(3, 0.5)
+    assert not time.pays(4, 0, computing=0.5)
+    clock.advance(3 * HALF_LIFE)
+    assert not time.pays(4, 0, computing=0.5), "it is tried later and later"
+    clock.advance(10 * HALF_LIFE)
+    time.learn(3, 0.003)
+    assert time.pays(4, 0, computing=0.5)

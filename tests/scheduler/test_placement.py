@@ -28,12 +28,18 @@ def running(yard: Yard) -> list[int]:
 
 def compute(yard: Yard, index: int, prompt: list[int]) -> None:
     """Have one worker compute a prompt, whatever the policy says, and end it."""
+    place(yard, index, prompt, 1)
+    yard.drain()
+
+
+def place(yard: Yard, index: int, prompt: list[int], answer: int) -> None:
+    """Place a prompt on one worker, whatever the policy says."""
     policy = yard.scheduler.policy
     yard.scheduler.policy = lambda workers, sequence, most: [
         choice for choice in least_cost(workers, sequence, most) if choice.worker.hello.index == index
     ]
-    yard.submit(1000 + len(yard.finished), prompt, 1, [])
-    yard.drain()
+    yard.submit(1000 + len(yard.finished), prompt, answer, [])
+    yard.turn()
     yard.scheduler.policy = policy
 
 
@@ -66,24 +72,29 @@ def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
     assert (status.counters["placed_tokens"], status.counters["saved_tokens"]) == (82, 40), "they never fall"
 
 
-def test_a_backlog_that_costs_more_than_the_match_saves_sends_a_prompt_elsewhere() -> None:
+@pytest.mark.parametrize(("busy", "stay"), [(0, 2), (1, 4)], ids=["the other one is idle", "it is busy"])
+def test_a_backlog_that_costs_more_than_the_match_saves_sends_a_prompt_elsewhere(busy: int, stay: int) -> None:
     yard = Yard(replace(LIMITS, max_batch_tokens=8), workers=2, num_blocks=200)
     prompt = list(range(40))
     compute(yard, 0, prompt)
     asked = [*prompt, 41]
-    assert 2 * TOKENS_OF_A_ROW < WEIGHT_OF_NEW_TOKENS * 40 < 3 * TOKENS_OF_A_ROW
-    for handle in range(3):
+    assert TOKENS_OF_A_ROW < 40 - 1 < 2 * TOKENS_OF_A_ROW, "an idle worker counts the prompt once"
+    assert 2 * TOKENS_OF_A_ROW < WEIGHT_OF_NEW_TOKENS * 40 < 3 * TOKENS_OF_A_ROW, "a busy one twice, and has a row"
+    if busy:
+        place(yard, 1, [900], 60)
+    for handle in range(stay):
         yard.submit(handle, asked, 20, [])
         yard.scheduler.next_steps()
-        assert running(yard) == [handle + 1, 0], "two sequences beside it cost less than the prompt"
-    yard.submit(3, asked, 20, [])
+        assert running(yard) == [handle + 1, busy], "the sequences beside it cost less than the prompt"
+    yard.submit(stay, asked, 20, [])
     yard.scheduler.next_steps()
-    assert running(yard) == [3, 1], "now two workers have the prefix"
+    assert running(yard) == [stay, busy + 1], "now two workers have the prefix"
 
 
 def test_blocks_that_are_being_computed_count_as_a_match() -> None:
     yard = Yard(replace(LIMITS, max_batch_tokens=8, min_awaited_tokens=8), workers=2, num_blocks=200, max_model_len=200)
     prompt = list(range(120))
+    place(yard, 1, [900], 60)
     yard.submit(0, prompt, 5, [])
     yard.scheduler.next_steps()
     first, second = least_cost(list(yard.scheduler.workers.values()), sequence(yard, [*prompt, 121]), 16)

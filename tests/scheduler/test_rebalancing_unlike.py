@@ -8,6 +8,7 @@ import pytest
 
 from interfaces import LOWEST_PRIORITY, SamplingParams, SchedulingOptions, Submit, TextContext
 from scheduler import shipping
+from scheduler.copy_time import HALF_LIFE
 from scheduler.placement_cost import least_cost
 from tests.scheduler.adapter_yard import SIZE, AdapterYard
 from tests.scheduler.simulated_worker import SimulatedWorker, naive_generate
@@ -121,6 +122,21 @@ def test_requests_that_come_all_the_time_and_find_a_place_keep_none_from_moving(
         crowded.yard.turn()
         handle += 1
     assert crowded.moved > 0
+    crowded.finish()
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["sent", "taken"])
+def test_where_copies_fail_sequences_stay(index: int) -> None:
+    crowded = Beside((FORM, {}))
+    crowded.yard.workers[index].losing = 1.0
+    slow_to_compute(crowded.yard, 1)
+    crowded.for_a_while()
+    assert crowded.moved == 1, "the first one is computed anew; no other one is"
+    assert crowded.yard.scheduler.status().counters["shipped_tokens"] == 0
+    crowded.yard.workers[index].losing = 0.0
+    crowded.yard.clock.advance(10 * HALF_LIFE)
+    slow_to_compute(crowded.yard, 1)
+    crowded.until(lambda: crowded.moved > 1)
     crowded.finish()
 
 
