@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_costs, gpu_host, gpu_server
+from benchmarks import gpu, gpu_checks, gpu_costs, gpu_host, gpu_products, gpu_sanitized, gpu_server
 from interfaces import StepResult
 from model_worker.attention import cuda, triton
 from model_worker.cuda.memory import CudaMemory
@@ -136,6 +136,25 @@ def architectures(hour: Hour) -> Figures:
     ]
     table = {one["model"]: json.dumps({name: one[name] for name in one if name != "model"}) for one in found}
     return {**table, "wrong": wrong}
+
+
+def sanitizer(hour: Hour) -> Figures:
+    """What compute-sanitizer finds in three tiny kernel cases: accesses beyond memory, and races."""
+    if (reason := triton.missing()) is not None:
+        return {"skipped": reason}
+    return gpu_sanitized.watched(hour.device)
+
+
+def products(hour: Hour) -> Figures:
+    """Products with weights in four bits and in FP8, of experts too, and of adapters, against float32; and times."""
+    if (reason := triton.missing()) is not None:
+        return {"skipped": reason}
+    dtype = torch.float32 if hour.pretend else torch.bfloat16
+    few = hour.size(1024, 128), hour.size(2048, 256)
+    many = hour.size(4096, 128), hour.size(4096, 256)
+    counts = (1,) if hour.pretend else (1, 16, 64, 1024)
+    checked = gpu_products.checked(hour.device, dtype, *few)
+    return {**checked, **gpu_products.timed(hour.device, dtype, *many, counts, hour.seconds)}
 
 
 def drawing(hour: Hour) -> Figures:
@@ -294,6 +313,8 @@ def transformers_batching(hour: Hour) -> Figures:
 PARTS: tuple[Callable[[Hour], Figures], ...] = (
     machine,
     attention,
+    sanitizer,
+    products,
     drawing,
     logits,
     architectures,

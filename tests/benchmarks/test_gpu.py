@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_host, gpu_hour
-from tests.model_worker.cuda.interpreter import find_triton
+from benchmarks import gpu, gpu_host, gpu_hour, gpu_sanitized
+from tests.model_worker.cuda.interpreter import FOLDER, find_triton, need_triton
 
 
 def test_it_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,12 +50,45 @@ def test_the_whole_hour_can_be_pretended(tmp_path: Path) -> None:
         assert results["attention"]["cases"] == 4
         assert results["attention"]["wrong"] == []
         assert results["drawing"]["draws torch's tokens"]
+        assert results["products"]["wrong"] == []
+        assert results["products"]["kinds that are right"] == 7
+        assert results["products"]["experts in four bits, 1 tokens, us"] > 0
         costs = [value for name, value in results["host"].items() if name != "seconds"]
         assert len(costs) == len(gpu_host.KINDS)
         assert all(re.fullmatch(r"[1-9]\d* \+ [1-9]\d*", cost) for cost in costs)
     shown = (tmp_path / "gpu.md").read_text()
     assert "figures mean nothing" in shown
     assert "## mixed steps" in shown
+
+
+SANITIZER = """#!/bin/sh
+# Takes the options of compute-sanitizer, and runs what it is to watch.
+[ "$1 $3 $4" = "--tool --error-exitcode 9" ] || exit 3
+tool=$2
+shift 4
+case "$tool $4" in "racecheck four-bits") echo "ERROR SUMMARY: 2 hazards"; exit 9;; esac
+exec "$@"
+"""
+
+
+def test_what_a_sanitizer_finds_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_triton()
+    cases = {name: gpu_sanitized.CASES[name] for name in ("four-bits", "adapters")}
+    monkeypatch.setattr(gpu_sanitized, "CASES", cases)
+    (tmp_path / "compute-sanitizer").write_text(SANITIZER)
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=":")
+    out = tmp_path / "out"
+    assert gpu.main(["--all", "--pretend", "--parts", "sanitizer", "--out", str(out)]) == 1
+    found = json.loads((out / "gpu.json").read_text())["sanitizer"]
+    assert found["adapters, memcheck"] == found["adapters, racecheck"] == found["four-bits, memcheck"] == "clean"
+    assert found["wrong"] == ["four-bits, racecheck: ended with 9: ERROR SUMMARY: 2 hazards"]
+
+
+def test_without_a_sanitizer_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert gpu_sanitized.watched(torch.device("cpu")) == {"skipped": "compute-sanitizer is not on the path"}
 
 
 def test_a_part_that_fails_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
