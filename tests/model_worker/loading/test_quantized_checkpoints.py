@@ -218,8 +218,9 @@ def test_pages_of_the_file_are_given_back(name: str, tmp_path: Path, tmp_path_fa
             seen.append(resident(file))
 
     load_model(path, "float32", "cpu", packed)
-    # Parts of pages stay at the edges of tensors, and those of the other tensors.
-    assert seen[-1] < file.stat().st_size - 0.7 * quantized
+    # Parts of pages stay at the edges of tensors, and those of the other tensors. A read maps pages around it anew, as
+    # many as the order of tensors has it.
+    assert seen[-1] < file.stat().st_size - 0.4 * quantized
 
 
 def test_four_bits_may_go_to_int8_panels(llama: Path, tmp_path: Path) -> None:
