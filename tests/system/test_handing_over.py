@@ -91,7 +91,9 @@ def test_streams_that_their_prefix_has_crowded_on_one_worker_move_to_the_other(p
     """All are one request, so those that move have the answer of those that stay."""
     names = "tokenyard_scheduler_rebalanced_total", "tokenyard_scheduler_shipped_tokens_total"
     moved, shipped = pair.totals(*names)
-    prompt = "All of them begin with these words. " * 20
+    # It costs more than so many sequences where it is cached, even on the idle worker.
+    prompt = "All of them begin with these words. " * 60
+    pair.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
     body = {
         "stream": True,
         "max_tokens": LENGTH,
