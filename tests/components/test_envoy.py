@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,8 +71,8 @@ def envoy(first: int, second: int, directory: Path) -> Proxy:
         configuration = configuration.replace(ours, theirs)
     file = directory / "envoy.yaml"
     file.write_text(configuration)
-    # A name of its own for what Envoy shares with its successor, and one thread.
-    more = ["--base-id", str(os.getpid() % 30_000 * 100 + port % 100), "--concurrency", "1"]
+    # A name that no other one has for what Envoy shares with its successor, and one thread.
+    more = ["--use-dynamic-base-id", "--concurrency", "1"]
     return Proxy(["envoy", "-c", str(file), *more], port, directory, admin=admin)
 
 
