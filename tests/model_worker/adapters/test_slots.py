@@ -125,8 +125,7 @@ def step(rows: list[list[int]], new: list[int], handles: list[int]) -> ForwardBa
     return ForwardBatch.build(tokens, queries, lengths, tables, BLOCK, wanted, adapters=np.array(handles, np.int32))
 
 
-@pytest.mark.parametrize("fuses", [True, False])
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(("fuses", "recorded"), [(True, True), (False, False)])
 def test_rows_with_several_adapters_compute_as_peft_does(
     fuses: bool,
     recorded: bool,
