@@ -427,8 +427,7 @@ class Scheduler:
         if sequence.order in suspects:
             quarantine.record_crash(sequence)
         if quarantine.is_poison(sequence):
-            crashes = quarantine.crashes(sequence)
-            text = f"the model worker crashed {crashes} times while it computed this request"
+            text = f"the model worker crashed {quarantine.crashes(sequence)} times while it computed this request"
             self.requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
             return
         self.requests.recover(sequence, story)

@@ -104,7 +104,7 @@ class NetworkLeader:
             except zmq.ZMQError:
                 raise NotMet(f"{self.names[rank]} has come, and ended before all were there") from None
         self._met = True
-        # Greetings that were sent while others were awaited; who else says to be one of these ranks is told so.
+        # Ranks repeat their greetings while this one waits for the others. A second process of a rank is refused here.
         while self._router.poll(0):
             self._hear()
 

@@ -47,7 +47,7 @@ class Giving(Protocol):
 class GroupBackend(Backend):
     """Rank 0's part of a model, with which the others compute theirs. On GPUs columns are given by `giving`.
 
-    `steps` counts passes, where somebody watches them.
+    `steps` counts passes for the watch of the group; None without a watch.
 
     GroupLost for a pass that the others may have launched, and this rank not.
     """

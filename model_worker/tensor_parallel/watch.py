@@ -39,7 +39,7 @@ class Mates(Protocol):
         `waited` are the seconds since the last call.
         """
 
-    # What the others are told with each word: why this rank ends, and whether what it computes may be the reason.
+    # Each word to the other ranks has it: why this rank ends, and whether what it computes may be the reason.
     parting: tuple[str, bool]
 
     @property
@@ -88,7 +88,7 @@ class Watch(threading.Thread):
                 self.story = story
                 log.error("this rank ends: %s", story)
                 self._wake()
-                # The others may be needed for the step that the main thread is in, so they are told when it has ended.
+                # The main thread's step may need the other ranks, so this rank tells them when that step has ended.
                 ended = self._stopped.wait(_LAST_SECONDS)
                 self._part(story, self.blamed)
                 if not ended:
