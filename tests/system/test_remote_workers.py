@@ -151,7 +151,9 @@ def test_streams_of_a_worker_that_is_asked_to_end_go_on_here_with_their_k_and_v(
     httpx.post(f"{bed.server.url}/flush_cache", params={"timeout": 20}, timeout=30).raise_for_status()
     names = "tokenyard_scheduler_shipped_tokens_total", "tokenyard_scheduler_recovered_total"
     shipped, recovered = bed.server.totals(*names)
+    bed.network.delay = 0.01  # on a fast machine the streams would end before the worker does
     bed.check(run(bed.server, bed.asked, lambda _: bed.remote.terminate(), after=1.0))
+    bed.network.heal()
     bed.server.wait_for("the worker is gone", 30, lambda: bed.workers() == 1)
     now, computed_again = bed.server.totals(*names)
     assert now > shipped

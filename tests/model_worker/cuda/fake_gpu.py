@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def _item(tensor: Tensor, index: Any) -> Tensor:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     """Make tensors without values within this context, on a device as an H100 is one."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     with FakeTensorMode() as mode, _ByOperations(), torch.no_grad():
         yield mode
 
