@@ -1,13 +1,15 @@
 """Copies between the host and a device that the host does not wait for.
 
-On CUDA the host's end of such a copy must be pinned memory; torch keeps a pinned buffer from being used again while a
-copy of it is under way. On a CPU nothing is copied. Knows tensors only.
+On CUDA the host's end of such a copy must be pinned memory. Each copy has a buffer of its own: torch's allocator
+records an event behind the copy, and gives the buffer out again only once the device has passed it. It knows nothing of
+kernels that read the host's memory themselves: `HostRing` is for these. On a CPU nothing is copied. Knows tensors only.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import Tensor
 
 # Bytes: kernels read pieces that begin at multiples of it as quickly as whole tensors.
 ALIGNMENT = 16
+# Steps that a worker launches before it reads the first of them.
+STEPS_IN_FLIGHT = 2
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -25,13 +29,6 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cpu" or not array.size:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def readable(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array in memory of the host that kernels on the device read where it is. It must be kept until these
-    have run."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
@@ -95,3 +92,54 @@ class Download:
         """Return the values, once they are here."""
         self.done.wait()
         return np.asarray(self._host.numpy())
+
+
+class HostRing:
+    """Memory of the host that kernels on a device read where it is: a place for each step in flight, and one to write.
+
+    Behind the work that reads a place lies an event. It is waited for before the place is written again; the device has
+    passed it long before, unless more steps are in flight than there are places.
+    """
+
+    def __init__(self, device: torch.device, places: int = STEPS_IN_FLIGHT + 1) -> None:
+        self.device = device
+        self._places = [_Place() for _ in range(places)]
+        self._next = 0
+
+    @contextmanager
+    def lent(self, array: NDArray[Any]) -> Iterator[Tensor]:
+        """Lend the array to the work that is launched on the current stream within the context, however it ends."""
+        if self.device.type != "cuda":
+            yield torch.from_numpy(array)
+            return
+        place = self._places[self._next]
+        self._next = (self._next + 1) % len(self._places)
+        there = place.written(array)
+        try:
+            yield there
+        finally:
+            place.read = Mark(self.device)
+
+
+class _Place:
+    """One place of a ring, which grows with what is written to it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        # Behind all that reads what is there.
+        self.read: Mark | None = None
+
+    def written(self, array: NDArray[Any]) -> Tensor:
+        """Return a copy of the array, once nothing reads what was there."""
+        if self.read is not None:
+            self.read.wait()
+        if len(self._memory) < array.nbytes:
+            self._memory = pinned_bytes(array.nbytes)
+        there = _piece(self._memory, 0, array)
+        there.copy_(torch.from_numpy(array))
+        return there
+
+
+def pinned_bytes(count: int) -> Tensor:
+    """Return memory of the host that a GPU reads by itself."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model_worker.device_copy import readable
+from model_worker.device_copy import HostRing
 
 # triton leaves its decorator untyped.
 _jit: Any = triton.jit
@@ -27,5 +27,6 @@ def words_arrive(device: torch.device) -> bool:
     """Whether a kernel on the device finds the words that lie in pinned memory of the host."""
     words = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, _WORDS, dtype=np.int64).astype(np.int32)
     there = torch.zeros(_WORDS, dtype=torch.int32, device=device)
-    words_kernel[(1,)](there, readable(words, device), WORDS=_WORDS)
-    return np.array_equal(there.cpu().numpy(), words)
+    with HostRing(device, 1).lent(words) as lent:
+        words_kernel[(1,)](there, lent, WORDS=_WORDS)
+        return np.array_equal(there.cpu().numpy(), words)

@@ -71,8 +71,6 @@ class Ahead:
     asking: AskingRows | None = None
     size: ReportSize | None = None
     packed: torch.Tensor | None = None
-    # What the draw reads until the host has read the tokens.
-    read_there: torch.Tensor | None = None
 
     @property
     def memory(self) -> torch.Tensor:

@@ -5,8 +5,9 @@ Both give what `host_draw.py` gives. Knows rows of logits and of values; not how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,13 +15,13 @@ from numpy.typing import NDArray
 
 from interfaces import LogprobMode
 from model_worker.cuda.draw_record import NAMES
-from model_worker.device_copy import upload
+from model_worker.device_copy import HostRing, upload, upload_together
 from model_worker.sampling import draw_cuda
 from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
 from model_worker.sampling.columns import forbid
 from model_worker.sampling.device_penalties import DevicePenaltyStage
 from model_worker.sampling.device_rules import DeviceRuleStage
-from model_worker.sampling.draw_records import RecordTable
+from model_worker.sampling.draw_records import RecordTable, RowMasks
 from model_worker.sampling.draw_triton import DrawStep, TritonDraw
 from model_worker.sampling.row_values import choices_of
 from model_worker.sampling.scaling import change_and_scale
@@ -41,9 +42,8 @@ class RowsAhead:
     # As `RecordTable.arrays` has them; all rows' lists.
     records: torch.Tensor
     lists: torch.Tensor | None
-    # Places of rows with bitmasks, and these.
-    masked: NDArray[np.int64] | None
-    masks: torch.Tensor | None
+    # Of grammars, on the host.
+    masks: RowMasks | None
     # i64[all rows], on the device.
     last_tokens: torch.Tensor | None
 
@@ -63,6 +63,8 @@ class DeviceDraw:
     penalties: DevicePenaltyStage | None
     rules: DeviceRuleStage | None
     records: RecordTable
+    # Bitmasks of the steps in flight.
+    lent_masks: HostRing
     # None: operations draw.
     kernels: TritonDraw | None = None
 
@@ -84,19 +86,30 @@ class DeviceDraw:
         drawing = DrawStep(
             records=step.records,
             draws=bool((step.drawn | (step.values["logprobs"] == LogprobMode.WARPED)).any()),
-            masks=step.masks,
             counts=penalties.counts if penalties is not None and penalties.holds(step.rows) else None,
             rules=rules is not None and rules.holds(step.rows),
             lists=step.lists,
             reports=size,
             last_tokens=step.last_tokens,
         )
-        tokens, packed = kernels.draw(logits, drawing)
-        return Ahead(tokens, asked, size, packed, step.masks)
+        with self._placed(kernels, step.masks) as words:
+            tokens, packed = kernels.draw(logits, replace(drawing, masks=words))
+        return Ahead(tokens, asked, size, packed)
+
+    @contextmanager
+    def _placed(self, kernels: TritonDraw, masks: RowMasks | None) -> Iterator[torch.Tensor | None]:
+        """Put bitmasks where the kernels that are launched within read them: in memory of the host, if they can."""
+        if masks is None:
+            yield None
+        elif kernels.reads_host_memory:
+            with self.lent_masks.lent(masks.words) as words:
+                yield words
+        else:
+            yield upload(masks.words, self.lent_masks.device)
 
     def _by_operations(self, logits: torch.Tensor, step: RowsAhead, asked: AskingRows | None) -> Ahead:
-        if step.masks is not None and step.masked is not None:
-            forbid(logits, upload(step.masked, logits.device), step.masks)
+        if step.masks is not None:
+            forbid(logits, *upload_together(step.masks, logits.device))
         values, scaled = step.values, logits
         if step.worked.any():
             scaled = logits.to(torch.float32, copy=True)

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.cuda.draw_record import RECORD
-from model_worker.device_copy import readable, upload, upload_together
+from model_worker.device_copy import HostRing, upload_together
 from model_worker.sampling import draw_proof
 from model_worker.sampling.ahead import Ahead
 from model_worker.sampling.device_draw import DeviceDraw, RowsAhead
@@ -126,7 +126,8 @@ class SamplerRows:
             self._processed,
         )
         self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
-        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._device_rules, self._records)
+        there_of = self._device_penalties, self._device_rules
+        self._device_draw = DeviceDraw(self._stages, *there_of, self._records, HostRing(device))
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for.
@@ -266,18 +267,10 @@ class SamplerRows:
         if there is None:
             there = upload_together(self.arrays(rows, positions, masks), logits.device)
         records, lists = there
-        masked, words = (None, None) if masks is None else (masks.places, self._place(masks.words))
         worked = values["worked"] | (positions < values["may_stop_at"])
         lists_there = self._records.lists(lists)
-        step = RowsAhead(rows, values, positions, worked, records, lists_there, masked, words, last_tokens)
+        step = RowsAhead(rows, values, positions, worked, records, lists_there, masks, last_tokens)
         return self._device_draw.draw(logits[:, : self._vocab_size], step)
-
-    def _place(self, words: NDArray[np.int32]) -> torch.Tensor:
-        """Put bitmasks where the draw reads them: its kernels do so in memory of the host, so none is copied."""
-        kernels = self._device_draw.kernels
-        if kernels is not None and kernels.reads_host_memory:
-            return readable(words, self._device)
-        return upload(words, self._device)
 
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]

@@ -6,6 +6,7 @@ Counted on the CPU with kernels that are interpreted, and on tensors without val
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch import Tensor
 from interfaces import LogprobMode, SamplingParams
 from model_worker import batch as batches
 from model_worker.cuda.graphs import DecodeBuffers, DecodeGraphs
+from model_worker.device_copy import HostRing
 from model_worker.execution import overlap_cuda
 from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.masks import Masks
@@ -198,7 +200,7 @@ def test_a_draw_at_a_models_size_waits_for_nothing(kind: str, masked: bool, monk
     for module in SENDERS:
         for name in set(senders) & set(vars(module)):
             monkeypatch.setattr(module, name, senders[name])
-    monkeypatch.setattr(sampler, "readable", lambda words, _: torch.empty(words.shape, dtype=torch.int32))
+    monkeypatch.setattr(HostRing, "lent", lambda _, words: nullcontext(torch.empty(words.shape, dtype=torch.int32)))
     params, behind = KINDS[kind]
     with fake_gpu(monkeypatch):
         rows = SamplerRows(MANY, WIDTH, DEVICE)
