@@ -117,8 +117,10 @@ class EngineClient:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last message of the scheduler. 0 when this process has just stood still, and not beaten yet:
-        messages may wait, and the scheduler may have given this replica up."""
+        """Seconds since the last message of the scheduler.
+
+        0 when this process has just stood still, and not beaten yet: messages may wait, and the scheduler may have
+        given this replica up."""
         now = time.monotonic()
         return 0.0 if now - self._last_beat > STANDSTILL_SECONDS else now - self._heard
 
