@@ -269,7 +269,9 @@ async def test_after_a_standstill_of_this_process_the_scheduler_is_not_blamed(
         for one in (submission, other):
             assert tokens_of(await read_all(one)) == [7, 8, 9, 10, 11, 12]
     else:
-        assert "silent for" in (await read_all(other))[-1].error.message
+        error = (await read_all(other))[-1].error
+        assert error is not None
+        assert "silent for" in error.message
 
 
 @pytest.mark.parametrize(
