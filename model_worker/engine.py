@@ -16,6 +16,7 @@ from interfaces import Join, RowGrammar, Step, StepResult
 from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters, Executor, RunningRows, WorkerIdentity
 from model_worker.execution.flight import Pending
+from model_worker.execution.lost_rows import launched_with_states, without
 from model_worker.execution.out_of_memory import launched
 from model_worker.kv_spill.mover import KvMover
 from model_worker.kv_spill.shipper import KvShipper
@@ -88,12 +89,16 @@ class Engine:
         if step.save is not None or step.load is not None:
             self._move(step)
         self._change_rows(step)
+        running = self._running
+        if running.lost:
+            step = without(step, running.lost)
         if not len(step.rows):
-            return Pending.finished(_nothing(step, self._running.identity))
-        packed = self._running.rows.pack(step)
+            return Pending.finished(_nothing(step, running.identity))
+        packed = running.rows.pack(step)
+        launch = launched_with_states if running.keeps_states else launched
         for executor in self._executors:
             if executor.accepts(step, packed):
-                return launched(executor, step, packed, self._running, self._executors[-1])
+                return launch(executor, step, packed, running, self._executors[-1])
         raise RuntimeError(f"no executor accepts step {step.step}: the last one of an engine must accept every step")
 
     def _forget_rows(self) -> None:
@@ -108,6 +113,7 @@ class Engine:
             self._running.moves.forget()
         self._running.isolated.clear()
         self._running.refused.clear()
+        self._running.lost.clear()
 
     def _move(self, step: Step) -> None:
         """Begin to save and to load blocks. What is saved is what the steps before this one leave."""
@@ -124,6 +130,7 @@ class Engine:
             self._held.discard(row)
             running.isolated.discard(row)
             running.refused.pop(row, None)
+            running.lost.discard(row)
             if running.images is not None:
                 running.images.drop(row)
             self._drop(row)

@@ -63,6 +63,8 @@ class NewTokens:
     guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
     # Why single rows failed.
     failed: dict[int, str] = field(default_factory=dict)
+    # Rows that the worker has lost: their sequences must leave it, and may begin anew.
+    again: list[int] = field(default_factory=list)
 
 
 class StepsInFlight:
@@ -138,7 +140,8 @@ class StepsInFlight:
             for row, run in self._fast_forward(result.forced, rows).items():
                 following[row] = np.concatenate([following[row], run]) if row in following else run
         failed = self._failed(result, step) if result.errors else {}
-        return NewTokens(rows, tokens, logprobs, reports, hidden, following, more_logprobs, guesses, failed)
+        again = [] if result.again is None else self._again(result.again, step)
+        return NewTokens(rows, tokens, logprobs, reports, hidden, following, more_logprobs, guesses, failed, again)
 
     def computing(self) -> list[Sequence]:
         """The sequences in the steps in flight. If the worker dies, one of them may be the reason."""
@@ -200,8 +203,15 @@ class StepsInFlight:
 
     def _failed(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Errors of the rows that still have their owner."""
-        versions = dict(zip(step.sampling.tolist(), step.sampling_versions.tolist(), strict=True))
+        versions = dict(zip(step.rows.tolist(), step.versions.tolist(), strict=True))
         return {row: text for row, text in result.errors.items() if versions.get(row) == self._table.version[row]}
+
+    def _again(self, lost: NDArray[np.int32], step: StepInFlight) -> list[int]:
+        """Those rows that still have their owner. ValueError for rows that are not in the step."""
+        versions = dict(zip(step.rows.tolist(), step.versions.tolist(), strict=True))
+        if not versions.keys() >= set(lost.tolist()):
+            raise ValueError(f"step {step.number} has lost rows that it did not have")
+        return [row for row in lost.tolist() if versions[row] == self._table.version[row]]
 
 
 def _guesses_of(result: StepResult, right: dict[int, NDArray[np.int32]]) -> dict[int, tuple[int, int]]:

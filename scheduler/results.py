@@ -39,6 +39,10 @@ def update(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
         sequence = worker.rows.sequences[row]
         if sequence is not None:
             requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
+    for row in new.again:
+        sequence = worker.remove(row)
+        sequence.preemptions += 1
+        requests.preempt(sequence, f"worker {worker.hello.index} had no memory for a pass")
 
 
 def _append(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:

@@ -189,7 +189,9 @@ class StepResult:
     the pass in microseconds. `forced` are jump-forward tokens of rows: the worker knows them, and samples the row again
     when they are computed, so a step in flight that computes fewer gives it no token. `more` are guesses that were
     right: tokens after the sampled one, all but the last of which are computed; `more_logprobs` are theirs. Tokens of
-    `forced` follow those of `more`. `guessed[i]` guesses were computed for `rows[i]`.
+    `forced` follow those of `more`. `guessed[i]` guesses were computed for `rows[i]`. `again` are rows of the step that
+    have no token, since the worker has lost their states for want of memory: they must leave it, and may begin anew. It
+    computes nothing more of them until they are dropped.
     """
 
     incarnation: int
@@ -207,6 +209,7 @@ class StepResult:
     more: TokenRuns | None = None
     more_logprobs: F32 | None = None
     guessed: I32 | None = None
+    again: I32 | None = None
 
 
 @message(23)

@@ -21,6 +21,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.drafters.pass_times import PassTimes
 from model_worker.drafters.several import Drafters
 from model_worker.execution.flight import InFlight, Pending
+from model_worker.execution.pass_room import PassRoom
 from model_worker.grammar.masks import Masks
 from model_worker.kv_spill.mover import KvMover
 from model_worker.kv_spill.shipper import KvShipper
@@ -106,6 +107,9 @@ class RunningRows:
         self.in_flight = InFlight()
         # Whether rows have recurrent states, which a pass advances.
         self.keeps_states = keeps_states
+        # Those whose states a pass that failed has left: nothing more is computed of them until they are dropped.
+        self.lost: set[int] = set()
+        self.room = PassRoom()
         # Whether the step that is being launched has changed nothing yet that a second launch would change again.
         self.repeatable = True
         self.counters = Counters()

@@ -62,6 +62,7 @@ def together(step: Step, results: list[StepResult]) -> StepResult:
     runs: dict[int, NDArray[np.int32]] = {}
     for result in results:
         runs |= {} if result.forced is None else result.forced.runs()
+    again = [result.again for result in results if result.again is not None]
     return replace(
         results[0],
         rows=rows[order],
@@ -72,4 +73,5 @@ def together(step: Step, results: list[StepResult]) -> StepResult:
         reports=LogprobReports.joined(reports) if reports else None,
         hidden=HiddenStates.joined(hidden) if hidden else None,
         forced=TokenRuns.of(runs) if runs else None,
+        again=np.concatenate(again) if again else None,
     )

@@ -3,9 +3,9 @@
 What a pass needs beside weights and K/V grows with its tokens, so a part needs less. A row that fails by itself gets an
 error of its own; the others go on, and no request is taken for one that ends workers. K and V of a part that was
 computed twice are the same. A step that cannot be repeated exactly fails as a whole, and ends the worker: one with
-isolated rows, whose bits would change with the parts, one that failed after it had drawn tokens for rows that remember
-them, and any of a model with recurrent states, which some layers have advanced. Knows steps and rows; does not know
-what computes.
+isolated rows, whose bits would change with the parts, and one that failed after it had drawn tokens for rows that
+remember them. Rows with recurrent states begin anew instead: `lost_rows.py`. Knows steps and rows; does not know what
+computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Launch = Callable[[Step, PackedStep], Pending]
 
 def launched(executor: Executor, step: Step, packed: PackedStep, running: RunningRows, every_step: Executor) -> Pending:
     """Launch a step by the executor that has accepted it, or in parts, by one that takes every step."""
-    running.repeatable = not running.keeps_states
+    running.repeatable = True
     try:
         return executor.launch(step, packed)
     except torch.OutOfMemoryError as caught:
@@ -61,7 +61,7 @@ def _results(step: Step, running: RunningRows, launch: Launch) -> list[StepResul
     # What the allocator keeps for sizes that no part has would be missing.
     torch.cuda.empty_cache()
     packed = running.rows.pack(step)
-    running.repeatable = not running.keeps_states
+    running.repeatable = True
     try:
         return [launch(step, packed).result()]
     except torch.OutOfMemoryError as error:
@@ -69,12 +69,12 @@ def _results(step: Step, running: RunningRows, launch: Launch) -> list[StepResul
             raise
         reason = str(error).partition("\n")[0]
     # Out of the handler: the error holds the frames of the pass, and with them its tensors.
-    if (parts := _halves(step, packed)) is None:
+    if (parts := halves(step, packed)) is None:
         return [_failed(step, packed, running, reason)]
     return [result for part in parts for result in _results(part, running, launch)]
 
 
-def _halves(step: Step, packed: PackedStep) -> tuple[Step, Step] | None:
+def halves(step: Step, packed: PackedStep) -> tuple[Step, Step] | None:
     """Cut a step in two; None if it cannot be cut."""
     half = len(step.rows) // 2
     if half:
@@ -92,11 +92,16 @@ def _of_rows(step: Step, index: NDArray[np.int64]) -> Step:
     return replace(step, rows=step.rows[index], ntok=None if step.ntok is None else step.ntok[index])
 
 
+def alone_text(reason: str) -> str:
+    """Say that there is no memory for a row, although it is computed alone."""
+    return f"the GPU has no memory for this request alone; lower kv_memory or max_batch_tokens: {reason}"
+
+
 def _failed(step: Step, packed: PackedStep, running: RunningRows, reason: str) -> StepResult:
     """Return the result of a step of one row, for which alone there is no memory."""
     running.rows.commit(packed, np.zeros(len(packed.sampling), np.int32))
     row = int(step.rows[0])
-    text = f"the GPU has no memory for this request alone; lower kv_memory or max_batch_tokens: {reason}"
+    text = alone_text(reason)
     log.error("row %d fails: %s", row, text)
     none = np.empty(0, np.int32)
     identity = running.identity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from interfaces import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs, TextContext
@@ -17,8 +18,8 @@ class ProcessedLogits(Backend):
     def __init__(self, backend: Backend, processors: Sequence[BatchLogitsProcessor]) -> None:
         self.device = backend.device
         self.vocab_size = backend.vocab_size
-        # Contexts for which the step in progress samples, in the order of its rows.
-        self.sampling: list[TextContext] = []
+        # Those for which the step in progress samples, by their rows. It may be computed in parts.
+        self.sampling: dict[int, TextContext] = {}
         self._backend = backend
         self._processors = tuple(processors)
 
@@ -33,14 +34,22 @@ class ProcessedLogits(Backend):
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         logits = self._backend.logits(batch)
-        own = [context.sampling_params.logits_processors or () for context in self.sampling]
-        if not self.sampling or not (self._processors or any(own)):
+        sampling = self._sampling_in(batch)
+        own = [context.sampling_params.logits_processors or () for context in sampling]
+        if not sampling or not (self._processors or any(own)):
             return logits
         with torch.inference_mode():
             logits = logits.float()
             for process_batch in self._processors:
-                process_batch(BatchProcessorInputs(logits, None, self.sampling))
-            for i, context in enumerate(self.sampling):
+                process_batch(BatchProcessorInputs(logits, None, sampling))
+            for i, context in enumerate(sampling):
                 for process in own[i]:
                     process(ProcessorInputs(logits[i : i + 1], context))
         return logits
+
+    def _sampling_in(self, batch: ForwardBatch) -> list[TextContext]:
+        """Return those contexts for whose last token the batch wants logits, in the order of its rows."""
+        assert batch.rows is not None
+        assert batch.query_lens is not None
+        wanted = np.isin(np.cumsum(batch.query_lens) - 1, batch.wanted)
+        return [self.sampling[row] for row in batch.rows[wanted].tolist() if row in self.sampling]

@@ -266,9 +266,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         waiting = deque(contexts)
         while waiting:
             batch, joins, cut = self._next_batch(waiting)
-            self._step(batch, joins, cut)
-            if cut is not None:
+            lost = self._step(batch, joins, cut)
+            if cut is not None and cut.request_id not in lost:
                 waiting.appendleft(cut)
+            waiting.extend(lost.values())
         for context in contexts:
             self._left[context.request_id] -= max(1, len(context.tokens) - before[context.request_id])
 
@@ -325,8 +326,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             )
         ]
 
-    def _step(self, batch: Sequence[TextContext], joins: list[Join], cut: TextContext | None) -> None:
-        """Compute a batch, of which the context `cut`, if any, is not computed whole."""
+    def _step(
+        self, batch: Sequence[TextContext], joins: list[Join], cut: TextContext | None
+    ) -> dict[RequestID, TextContext]:
+        """Compute a batch, of which the context `cut`, if any, is not computed whole. Returns those to compute anew."""
         rows = [self._rows[context.request_id] for context in batch]
         self._steps += 1
         ahead = self._ahead(batch)
@@ -342,13 +345,20 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             ahead=ahead,
         )
         self._dropped.clear()
-        self._logits.sampling = [context for context in batch if not context.tokens.actively_chunked]
+        self._logits.sampling = {
+            row.index: context for row, context in zip(rows, batch, strict=True) if not context.tokens.actively_chunked
+        }
         try:
             result = self._engine.step(step)
         except BaseException:
             self._take_back(batch, cut)
             raise
-        self._update(batch, result)
+        again = [] if result.again is None else result.again.tolist()
+        lost = {context.request_id: context for context, row in zip(batch, rows, strict=True) if row.index in again}
+        if lost:
+            self._take_back(list(lost.values()), cut if cut is not None and cut.request_id in lost else None)
+        self._update([context for context in batch if context.request_id not in lost], result)
+        return lost
 
     def _take_back(self, batch: Sequence[TextContext], cut: TextContext | None) -> None:
         """Let a batch whose step has failed be computed by the next call, and the context that was cut for it whole.

@@ -21,6 +21,7 @@ from scheduler.workers import Worker
 from tests.scheduler.clock import Clock
 from tests.scheduler.simulated_worker import SimulatedWorker
 
+NONE = np.empty(0, np.int32)
 LEAST = 15.0
 TOKEN = 7
 
@@ -287,3 +288,35 @@ def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
     assert bench.worker.lateness() is None
     bench.clock.advance(0.2)
     assert bench.worker.lateness() is not None
+
+
+def test_an_error_counts_whether_its_row_samples_or_not() -> None:
+    """One that fails in the midst of its prompt would go on from what was not computed."""
+    bench = Bench()
+    context = TextContext.from_prompt([1] * 8, SamplingParams())
+    bench.worker.place(Sequence.of(b"replica", Submit(0, context), 0, bench.clock), 0, 100, spare=0)
+    step = build_step(bench.worker, 1, 4, 0, lambda _: None)
+    assert step is not None
+    assert step.ntok is not None
+    assert step.ntok.tolist() == [4]
+    new = bench.worker.receive(StepResult(1, 0, 0, step.step, NONE, NONE, None, {0: "broken"}, 1))
+    assert (new.rows.tolist(), new.failed) == ([], {0: "broken"})
+
+
+def test_rows_that_a_worker_has_lost_are_those_of_their_owners() -> None:
+    bench = Bench(rows=3)
+    assert [bench.join(), bench.join(), bench.join()] == [0, 1, 2]
+    first = bench.send()
+    second = bench.send()
+    bench.worker.remove(0)
+    bench.join()
+    both = np.array([0, 1], np.int32)
+    last = np.array([2], np.int32)
+    new = bench.result(first, rows=last, tokens=last, again=both)
+    assert (new.rows.tolist(), new.again) == ([2], [1])
+    bench.worker.remove(1)
+    # It was sent before that was known.
+    new = bench.result(second, rows=last, tokens=last)
+    assert (new.rows.tolist(), new.again) == ([2], [])
+    with pytest.raises(ValueError, match=r"step \d has lost rows that it did not have"):
+        bench.result(bench.send(), again=np.array([1], np.int32))

@@ -18,8 +18,6 @@ from model_worker.model import LoadedModel, ModelRefused
 from model_worker.pipelines.text import TextPipeline
 from model_worker.runner import ModelRunner
 from model_worker.tensor_parallel.load import load_part
-from tests.model_worker.execution.test_out_of_memory import with_room_for
-from tests.model_worker.execution.tiny_worker import TinyWorker, join
 from tests.model_worker.pipelines.test_text import context
 from tests.model_worker.recurrent.test_hybrids import one
 from tests.model_worker.recurrent.tiny_hybrids import tiny_hybrid
@@ -56,14 +54,6 @@ def test_steps_that_are_launched_ahead_and_given_up_change_no_state_that_goes_on
         answers.append([answer.tokens for answer in server.run()])
     assert len({tuple(tokens) for tokens in answers[0]}) > 12
     assert answers[1:] == answers[:1] * 2, asked
-
-
-def test_a_step_for_which_there_is_no_memory_ends_the_worker(loaded: LoadedModel) -> None:
-    """Some layers have advanced their states, and a second launch would advance them again."""
-    worker = TinyWorker(loaded, "cuda")
-    with_room_for(worker, 3)
-    with pytest.raises(torch.OutOfMemoryError):
-        worker.begin([0, 1], [2, 2], [join(0, [5, 6]), join(1, [7, 8])])
 
 
 def test_memory_that_was_given_back_holds_no_state(loaded: LoadedModel) -> None:

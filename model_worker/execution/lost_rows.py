@@ -1,0 +1,108 @@
+"""Steps of a model with recurrent states for which a GPU had no memory: their rows begin anew.
+
+Layers write their states one after the other, and none can go back. So a pass that fails leaves its rows with states
+that stand for different tokens. The scheduler takes these rows off the worker and puts their sequences back into its
+queue, with the tokens they have; until then they are left out of steps. Later passes have at most half as many tokens:
+a step of more is cut before it is computed. A row that cannot be cut, and fails alone again, gets an error. Knows steps
+and rows; does not know what computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from interfaces import Step, StepResult
+from model_worker.execution.base import Executor, RunningRows
+from model_worker.execution.flight import Pending
+from model_worker.execution.isolation import parts, together
+from model_worker.execution.out_of_memory import alone_text, halves
+from model_worker.rows import PackedStep
+
+log = logging.getLogger(__name__)
+
+
+def without(step: Step, lost: Collection[int]) -> Step:
+    """Return a step without the rows that are lost."""
+    kept = np.isin(step.rows, list(lost), invert=True)
+    ntok, ahead = (None if column is None else column[kept] for column in (step.ntok, step.ahead))
+    return replace(step, rows=step.rows[kept], ntok=ntok, ahead=ahead)
+
+
+def launched_with_states(
+    executor: Executor, step: Step, packed: PackedStep, running: RunningRows, every_step: Executor
+) -> Pending:
+    """Launch a step by the executor that has accepted it, or in parts, by one that takes every step."""
+    if running.room.holds(len(packed.tokens)):
+        pending, reason = _tried(executor, step, packed)
+        if pending is not None:
+            running.room.ended()
+            return pending
+        running.in_flight.finish()
+        return Pending.finished(_given_up(step, packed, running, reason))
+    running.in_flight.finish()
+    results = _of_parts(step, running, every_step)
+    return Pending.finished(together(step, results) if len(results) > 1 else results[0])
+
+
+def _of_parts(step: Step, running: RunningRows, every_step: Executor) -> list[StepResult]:
+    """Compute a step in parts for which there should be memory. Isolated rows are not cut: that changes their bits."""
+    results = []
+    left = deque(parts(step, running.isolated))
+    while left:
+        part = without(left.popleft(), running.lost)
+        if not len(part.rows):
+            continue
+        packed = running.rows.pack(part)
+        cut = None if running.room.holds(len(packed.tokens)) else _halves(part, packed, running)
+        if cut is not None:
+            left.extendleft(reversed(cut))
+            continue
+        pending, reason = _tried(every_step, part, packed)
+        results.append(pending.result() if pending is not None else _given_up(part, packed, running, reason))
+    running.room.ended()
+    return results
+
+
+def _tried(executor: Executor, step: Step, packed: PackedStep) -> tuple[Pending | None, str]:
+    """Launch a step. Returns why not, where there is no memory."""
+    try:
+        return executor.launch(step, packed), ""
+    except torch.OutOfMemoryError as error:
+        # No more of the error: it holds the frames of the pass, and with them its tensors.
+        return None, str(error).partition("\n")[0]
+
+
+def _halves(step: Step, packed: PackedStep, running: RunningRows) -> tuple[Step, Step] | None:
+    if len(step.rows) == 1 and int(step.rows[0]) in running.isolated:
+        return None
+    return halves(step, packed)
+
+
+def _given_up(step: Step, packed: PackedStep, running: RunningRows, reason: str) -> StepResult:
+    """Return the result of a step whose pass has failed: its rows begin anew, or one that is alone fails."""
+    # What the allocator keeps for sizes that no smaller pass has would be missing.
+    torch.cuda.empty_cache()
+    running.lost.update(step.rows.tolist())
+    errors = {}
+    again = None
+    tokens = len(packed.tokens)
+    if _halves(step, packed, running) is None and running.room.is_tight_for(tokens):
+        errors = {int(step.rows[0]): alone_text(reason)}
+        log.error("row %d fails: %s", step.rows[0], errors[int(step.rows[0])])
+    else:
+        again = step.rows
+        running.room.lower(tokens)
+        said = "the GPU has no memory for a pass of %d tokens: its %d rows begin anew, in passes of at most %d; lower "
+        said += "max_batch_tokens or kv_memory (%s)"
+        log.warning(said, tokens, len(again), running.room.most, reason)
+    none = np.empty(0, np.int32)
+    identity = running.identity
+    return StepResult(
+        step.incarnation, identity.epoch, identity.index, step.step, none, none, None, errors, 0, again=again
+    )
