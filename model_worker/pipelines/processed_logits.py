@@ -51,5 +51,6 @@ class ProcessedLogits(Backend):
         """Return those contexts for whose last token the batch wants logits, in the order of its rows."""
         assert batch.rows is not None
         assert batch.query_lens is not None
+        assert batch.wanted is not None
         wanted = np.isin(np.cumsum(batch.query_lens) - 1, batch.wanted)
         return [self.sampling[row] for row in batch.rows[wanted].tolist() if row in self.sampling]

@@ -152,9 +152,10 @@ def test_rows_that_are_lost_are_left_out_until_they_are_dropped(
         without_memory(loaded, patch, lambda _, tokens: tokens > 1)
         lost = worker.begin([0, 1])
         beside = worker.begin([0, 1, 2], [1, 1, 5], [join(2, texts[2])])
-    assert (lost.result().rows.tolist(), lost.result().errors) == ([], {})
-    assert lost.result().again is not None
-    assert lost.result().again.tolist() == [0, 1]
+    result = lost.result()
+    assert (result.rows.tolist(), result.errors) == ([], {})
+    assert result.again is not None
+    assert result.again.tolist() == [0, 1]
     # A step that was sent before that was known.
     assert "no memory for a pass of 2 tokens: its 2 rows begin anew, in passes of at most 1;" in caplog.text
     assert beside.result().rows.tolist() == [2]
