@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-# Neither kernels nor servers: texts, wire, settings, supervision; and PERPLEXITY.
+# Neither kernels nor servers: texts, wire, settings, supervision; and LAST_OF_API.
 API = "api"
 # What model workers do, in the tests' own process.
 KERNELS = "kernels"
@@ -23,8 +23,8 @@ LANES = (API, KERNELS, SYSTEM, SERVING)
 # The first tests of all: where no kernels are yet, it makes those of the others.
 COLD_START = "system/test_cold_start.py"
 
-# Computes, but at the end of the lane that ends first: the other one has made its kernels by then.
-PERPLEXITY = "benchmarks/test_perplexity.py"
+# These compute, but at the end of the lane that ends first: the other one has made its kernels by then.
+LAST_OF_API = ("benchmarks/test_perplexity.py", "model_worker/cuda", "model_worker/recurrent")
 
 _IN_PROCESS = (
     *("ahead", "deterministic", "drafts", "greedy_equality", "hidden_states", "image_equality", "llm"),
@@ -33,7 +33,6 @@ _IN_PROCESS = (
 # The longest path that fits decides.
 PLACES = {
     "benchmarks": SERVING,
-    PERPLEXITY: API,
     "chaos": SERVING,
     "components": SERVING,
     "demo_model": KERNELS,
@@ -50,6 +49,7 @@ PLACES = {
     "ui/test_bundle.py": API,
     COLD_START: SYSTEM,
     **{f"system/test_{name}.py": SYSTEM for name in _IN_PROCESS},
+    **dict.fromkeys(LAST_OF_API, API),
 }
 
 # Files and folders whose tests wait for real processes or for clocks; they have the mark `slow`.
@@ -82,4 +82,5 @@ def place_in_lane(path: PurePath) -> int:
     """Return the place of a test file among those of its lane: the cold start is first, what has run beside is last."""
     if str(path) == COLD_START:
         return 0
-    return 2 if path.name == "test_variants.py" or str(path) == PERPLEXITY else 1
+    is_last = any(str(place) in LAST_OF_API for place in (path, *path.parents))
+    return 2 if is_last or path.name == "test_variants.py" else 1
