@@ -6,7 +6,7 @@ Knows linear modules by their shape and weight, whatever their class. Does not k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,13 @@ class Adapter:
     linears: dict[nn.Module, AdaptedLinear]
     embedding: AdaptedEmbedding | None
     experts: dict[nn.Module, AdaptedExperts] = field(default_factory=dict)
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Return the same on a device, with matrices of this type."""
+        linears = {module: one.placed(device, dtype) for module, one in self.linears.items()}
+        experts = {module: one.placed(device, dtype) for module, one in self.experts.items()}
+        embedding = None if self.embedding is None else self.embedding.placed(device, dtype)
+        return replace(self, linears=linears, embedding=embedding, experts=experts)
 
 
 def read_adapter(

@@ -54,7 +54,7 @@ class AdapterHooks:
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         # Of each thread: images are encoded beside passes.
         self._local = local()
-        self.slots = AdapterSlots(device, self._dtype) if kernels else None
+        self.slots = AdapterSlots(device, self._dtype, self._embedding) if kernels else None
 
     @property
     def _rows(self) -> list[_Rows]:
@@ -69,9 +69,10 @@ class AdapterHooks:
 
     def add(self, handle: int, adapter: Adapter) -> int:
         """Keep an adapter. Returns its bytes. May run beside a pass that does not use it."""
-        linears = {module: one.placed(self._device, self._dtype) for module, one in adapter.linears.items()}
-        experts = {module: one.placed(self._device, self._dtype) for module, one in adapter.experts.items()}
-        embedding = None if adapter.embedding is None else adapter.embedding.placed(self._device, self._dtype)
+        placed = adapter.placed(self._device, self._dtype)
+        if self.slots is not None:
+            placed = self.slots.laid_out(placed)
+        linears, experts, embedding = placed.linears, placed.experts, placed.embedding
         with self._lock:
             for module, linear in linears.items():
                 self._linears.setdefault(module, {})[handle] = linear
@@ -84,7 +85,7 @@ class AdapterHooks:
                 self._embeddings[handle] = embedding
                 self._hook(self._embedding, self._change_embedding)
             if self.slots is not None:
-                self.slots.add(handle, adapter, linears)
+                self.slots.add(handle, placed)
         size = sum(linear.nbytes for linear in linears.values()) + sum(layer.nbytes for layer in experts.values())
         return size if embedding is None else size + embedding.nbytes
 
@@ -203,6 +204,10 @@ class AdapterHooks:
         return y.reshape(output.shape)
 
     def _change_embedding(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        if self._columns is not None and self.slots is not None:
+            changed = output.reshape(-1, output.shape[-1]).contiguous()
+            self.slots.add_to_vectors(module, arguments[0].reshape(-1).contiguous(), changed, self._columns[0])
+            return changed.reshape(output.shape)
         used = [(rows, self._embeddings[rows.handle]) for rows in self._rows if rows.handle in self._embeddings]
         if not used:
             return None

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from model_worker.adapters import slots
+from model_worker.adapters import hooks, slots
+from model_worker.adapters.experts import AdaptedExperts
 from model_worker.adapters.fitting import AdaptedLinear, Adapter
 from model_worker.adapters.slots import SLOTS, AdapterSlots
 from model_worker.backends import modules
@@ -35,29 +36,35 @@ from model_worker.cuda import adapter_kernel  # noqa: E402
 
 CPU = torch.device("cpu")
 BLOCK = 16
-MAX_ROWS, MAX_LENGTH, MAX_TOKENS = 4, 64, 40
+MAX_ROWS, MAX_LENGTH, MAX_TOKENS = 3, 64, 24
 
 
 def low_rank(rank: int, inputs: int, outputs: int, scale: float = 1.0) -> AdaptedLinear:
     return AdaptedLinear(torch.randn(rank, inputs), torch.randn(outputs, rank), scale, None, None)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(8, 5), (256, 128), (700, 300)])
-def test_each_row_gets_the_product_of_its_slot(inputs: int, outputs: int) -> None:
-    table = AdapterSlots(CPU, torch.float32)
+def given(table: AdapterSlots, handle: int, module: nn.Module, linear: AdaptedLinear) -> None:
+    table.add(handle, Adapter(f"digest{handle}", 1, {module: linear}, None))
+
+
+def test_each_row_gets_the_product_of_its_slot() -> None:
+    """As torch adds it, with a gain and biases, too."""
+    inputs, outputs = 96, 130
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, inputs))
     module = nn.Linear(inputs, outputs)
     adapters = {handle: low_rank(rank, inputs, outputs, 0.3 * handle) for handle, rank in ((1, 1), (2, 16), (3, 64))}
+    adapters[2] = replace(adapters[2], gain=torch.randn(outputs), bias=torch.randn(outputs))
+    adapters[3] = replace(adapters[3], gain=torch.randn(outputs))
     for handle, linear in adapters.items():
-        table.add(handle, Adapter("", 1, {module: linear}, None), {module: linear})
+        given(table, handle, module, linear)
     handles = np.array([2, 0, 3, 1, 2, 0])
     x, y = torch.randn(len(handles), inputs), torch.randn(len(handles), outputs + 7)
-    before, want = y.clone(), y.double()
+    before, want = y.clone(), y.clone()
     for row, handle in enumerate(handles.tolist()):
         if handle:
-            one = adapters[handle]
-            want[row, 3:-4] += one.scale * (x[row].double() @ one.a.double().T @ one.b.double().T)
+            want[row, 3:-4] = hooks._adapted(module, adapters[handle], x[row], y[row, 3:-4])
     table.add_to(module, x, y[:, 3:-4], torch.from_numpy(table.column(handles)))
-    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(y[[1, 5]], before[[1, 5]]), "rows of the base model keep their bits"
     table.drop(2)
     assert not table.has_all(handles)
@@ -66,33 +73,72 @@ def test_each_row_gets_the_product_of_its_slot(inputs: int, outputs: int) -> Non
     assert torch.equal(y, before), "what an adapter has left adds nothing"
 
 
-def test_only_plain_factors_get_a_slot() -> None:
-    table = AdapterSlots(CPU, torch.float32)
+def test_what_kernels_cannot_compute_gets_no_slot_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
     module = nn.Linear(8, 8)
     plain = low_rank(2, 8, 8)
-    others = [
-        low_rank(65, 8, 8),
-        replace(plain, gain=torch.ones(8)),
-        replace(plain, bias=torch.ones(8)),
-        plain.placed(CPU, torch.bfloat16),
-    ]
-    for handle, linear in enumerate(others, 1):
-        table.add(handle, Adapter("", 1, {module: linear}, None), {module: linear})
-    assert not any(table.has_all(np.array([handle])) for handle in range(1, 5))
+    experts = AdaptedExperts(None, None)
+    others = (
+        (Adapter("one", 1, {module: low_rank(513, 8, 8)}, None), "it has the rank 513"),
+        (Adapter("two", 1, {module: plain.placed(CPU, torch.bfloat16)}, None), "its factors are not in torch.float32"),
+        (Adapter("three", 1, {module: plain}, None, {module: experts}), "it adapts experts"),
+    )
+    for adapter, reason in others:
+        with caplog.at_level(logging.WARNING, slots.__name__):
+            table.add(1, adapter)
+        assert not table.has_all(np.array([1]))
+        assert f"adapter {adapter.digest} is computed group by group and not in recorded steps" in caplog.messages[-1]
+        assert reason in caplog.messages[-1]
     for handle in range(10, 10 + SLOTS + 1):
-        table.add(handle, Adapter("", 1, {module: plain}, None), {module: plain})
+        given(table, handle, module, plain)
     assert table.has_all(np.arange(10, 10 + SLOTS))
     assert not table.has_all(np.array([10 + SLOTS])), "there are no more slots"
     assert table.generation == 1
 
 
+def test_steps_are_recorded_anew_for_more_ranks() -> None:
+    """What lies between the factors has their room in a recorded step."""
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
+    module = nn.Linear(8, 8)
+    generations = []
+    for handle, rank in enumerate((2, 16, 17, 32, 200), 1):
+        given(table, handle, module, low_rank(rank, 8, 8))
+        generations.append(table.generation)
+    assert generations == [1, 1, 2, 2, 3]
+
+
+def test_a_want_of_memory_leaves_no_factors_in_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    zeros = torch.zeros
+
+    def full(*shape: int, **named: Any) -> Tensor:
+        if shape[0] == SLOTS:
+            raise torch.OutOfMemoryError("none is left")
+        return zeros(*shape, **named)
+
+    given(table, 1, first, low_rank(2, 8, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        both: dict[nn.Module, AdaptedLinear] = {first: low_rank(2, 8, 8), second: low_rank(2, 8, 8)}
+        with pytest.raises(torch.OutOfMemoryError):
+            table.add(2, Adapter("", 1, both, None))
+    assert not table.has_all(np.array([2]))
+    given(table, 3, second, low_rank(2, 8, 8))
+    y = torch.randn(1, 8)
+    got = y.clone()
+    table.add_to(first, torch.randn(1, 8), got, torch.from_numpy(table.column(np.array([3]))))
+    assert torch.equal(got, y)
+
+
 def test_wrong_kernels_get_no_adapter(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(adapter_kernel, "add_low_rank", lambda y, *_: y.mul_(2))
-    table = AdapterSlots(CPU, torch.float32)
-    module = nn.Linear(8, 8)
-    plain = low_rank(2, 8, 8)
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
+    # What was found out before counts no more, nor what is found out here.
+    slots.unsupported.cache_clear()
     with caplog.at_level(logging.WARNING, slots.__name__):
-        table.add(1, Adapter("", 1, {module: plain}, None), {module: plain})
+        given(table, 1, nn.Linear(8, 8), low_rank(2, 8, 8))
+    slots.unsupported.cache_clear()
     assert not table.has_all(np.array([1]))
     assert "rows are wrong by" in caplog.text
 
@@ -133,9 +179,10 @@ def test_rows_with_several_adapters_compute_as_peft_does(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tiny_model("qwen2", tmp_path_factory.getbasetemp(), hidden_size=64)
-    # Those of fewer modules, too, and of the head.
-    recipes = {3: Recipe(rank=5), 8: Recipe(rank=20, targets=("q_proj", "v_proj", "down_proj", "lm_head"))}
+    path = tiny_model("qwen2", tmp_path_factory.getbasetemp(), num_hidden_layers=1, layer_types=["full_attention"])
+    # Those of fewer modules, too, of the head, and of tokens' vectors.
+    some = ("embed_tokens", "q_proj", "v_proj", "down_proj", "lm_head")
+    recipes = {3: Recipe(rank=5, dora=True), 8: Recipe(rank=20, targets=some, config={"use_rslora": True})}
     references = {0: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
     for handle, recipe in recipes.items():
         folder = make(path, tmp_path / str(handle), recipe, handle).folder
@@ -154,7 +201,7 @@ def test_rows_with_several_adapters_compute_as_peft_does(
     rows = [rng.integers(3, VOCAB, length).tolist() for length in (7, 3, 12)]
     counts = []
     new = [len(row) for row in rows]
-    for _ in range(4):
+    for _ in range(3):
         got = backend.logits(step(rows, new, handles))
         for row, handle, logits in zip(rows, handles, got, strict=True):
             with torch.no_grad():
@@ -163,7 +210,7 @@ def test_rows_with_several_adapters_compute_as_peft_does(
             row.append(int(want.argmax()))
         counts.append(Recorder.count - before)
         new = [1, 1, 1]
-    assert counts == ([1, 2, 2, 2] if recorded else [0] * 4), "each size is recorded once"
+    assert counts == ([1, 2, 2] if recorded else [0] * 3), "each size is recorded once"
     # Without the second one its row is an error of the caller's; the first keeps its values.
     backend.drop_adapter(8)
     assert backend.logits(step(rows[:2], [1, 1], [3, 0])).isfinite().all()

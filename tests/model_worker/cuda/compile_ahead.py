@@ -60,7 +60,7 @@ POINTERS = {
     **dict.fromkeys(("codes", "a_codes", "b_codes"), "*fp8e4nv"),
     **dict.fromkeys(("scales", "a_scales", "b_scales"), "*fp32"),
 }
-OF_ADAPTERS = ("shrink", "expand")
+OF_ADAPTERS = ("shrink", "shrink many rows", "expand", "gather")
 # Products with weights of four bits: each tile, other forms of these, and each tile of experts.
 EXPERT_ROWS = (16, 32, 64)
 INT4_TILES = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
@@ -160,12 +160,22 @@ def kernels() -> Iterator[Case]:
         options = {"num_warps": warps, "num_stages": stages}
         yield Case(name, fp8_block_kernel.block_product_kernel, tile, "bf16", options)
     yield from four_bits()
-    ranks = {"FIELDS": adapter_kernel.FIELDS, "MOST_RANK": adapter_kernel.MOST_RANK, "RANKS": 16}
-    yield Case(OF_ADAPTERS[0], adapter_kernel.shrink_kernel, {**ranks, "INPUTS": 256}, "bf16")
-    yield Case(OF_ADAPTERS[1], adapter_kernel.expand_kernel, {**ranks, "OUTPUTS": 128}, "bf16")
+    yield from adapters()
     for name, rows in zip(FP8_EXPERTS, EXPERT_ROWS, strict=True):
         yield _fp8_experts(name, rows, True)
     yield _fp8_experts(FP8_OUTPUTS, 16, False)
+
+
+def adapters() -> Iterator[Case]:
+    """Yield what adapters add to rows: a step of few of them, and one of many."""
+    tile = {"FIELDS": adapter_kernel.FIELDS, "TILE": adapter_kernel._TILE, "RANKS": adapter_kernel.RANKS}
+    inputs = {"INPUTS": adapter_kernel._INPUTS, "PIECE": 1024}
+    few, many, expand, gather = OF_ADAPTERS
+    yield Case(few, adapter_kernel.shrink_kernel, {**tile, **inputs, "TOGETHER": False}, "bf16")
+    yield Case(many, adapter_kernel.shrink_kernel, {**tile, **inputs, "TOGETHER": True}, "bf16")
+    yield Case(expand, adapter_kernel.expand_kernel, {**tile, "OUTPUTS": adapter_kernel._OUTPUTS}, "bf16")
+    del tile["TILE"]
+    yield Case(gather, adapter_kernel.gather_kernel, tile, "bf16")
 
 
 def four_bits() -> Iterator[Case]:
@@ -226,7 +236,14 @@ def main(arguments: list[str]) -> None:
                 zeros = "*i8" if constants["KIND"] == ZEROS else "*fp16"
                 types |= {"codes": "*u8", "scales": "*fp16", "zeros": zeros, "parts": "*fp32", "arrived": "*i32"}
             if kind in OF_ADAPTERS:
-                types |= {"inner": "*fp32", "y": "*bf16", "table": "*i64", "column": "*i32"}
+                types |= {
+                    "inner": "*fp32",
+                    "y": "*bf16",
+                    "rows": "i32",
+                    "base": f"*{dtype}",
+                    "table": "*i64",
+                    "column": "*i32",
+                }
             types |= other_types or {}
             signature = {
                 argument: "constexpr" if argument in constants else types.get(argument, "i32")
