@@ -222,7 +222,7 @@ def build(
     guesser = _load_guesser(settings, loaded)
     most_rows = step_limits.most_rows(settings, loaded.device)
     phases.phase("allocate KV")
-    memory = _kv_memory(settings, loaded, models, group)
+    memory, for_adapters = _kv_memory(settings, loaded, models, group)
     if guesser is not None:
         memory = draft_loading.share_of(memory, loaded, guesser, most_rows)
     capacity = capacity_for(loaded, memory, settings.max_model_len, most_rows, loaded.block_size)
@@ -242,7 +242,7 @@ def build(
     sampler = SamplerRows(most_rows, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
     runner.warm_up()
     runner.record(*steps)
-    shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch))
+    shared = _device_step(settings, loaded, runner, capacity, sampler, WorkerIdentity(index, epoch), for_adapters)
     _spill(settings, runner, shared)
     if group is None and loaded.recurrent is None:
         _ship(runner, shared, local)
@@ -270,28 +270,32 @@ def build(
     return engine, hello, compilation, weights_commands(settings, device, shared, runner, hello, version)
 
 
-def _kv_memory(settings: Settings, loaded: LoadedModel, workers: int, group: Group | None = None) -> int:
+def _kv_memory(
+    settings: Settings, loaded: LoadedModel, workers: int, group: Group | None = None
+) -> tuple[int, int | None]:
     """Return the bytes for the KV cache: those of the settings, or what `workers` on a device leave for each.
 
-    In a group these are those of one rank.
+    In a group these are those of one rank. Also the bytes that were kept for adapters; None if none were.
     """
     from model_worker.cuda.memory import CudaMemory
-    from model_worker.execution.rehearsal import gpu_kv_memory
+    from model_worker.execution.rehearsal import AdapterWish, gpu_kv_memory
     from model_worker.kv_cache import default_kv_memory
 
     shared = None if group is None else group.kv_memory(loaded, workers)
     if shared is not None:
-        return shared
+        return shared, None
     wanted = parse_memory(settings.kv_memory)
     # A decoder of speech takes no step without a clip.
     if wanted is not None or loaded.device.type != "cuda" or loaded.clip_tokens:
-        return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
+        return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel, None
     most = step_limits.most_tokens(settings, loaded.device), step_limits.most_rows(settings, loaded.device)
-    limits = *most, settings.max_model_len
+    for_adapters = parse_memory(settings.lora_memory, "lora_memory")
+    has_adapters = bool(for_adapters or settings.lora or settings.lora_dirs)
+    limits = *most, settings.max_model_len, AdapterWish(for_adapters) if has_adapters else None
     held = 0 if loaded.kept is None else loaded.kept.size
     plan = gpu_kv_memory(loaded, CudaMemory(loaded.device, held), workers, *limits)
     log.info("%s is served by %s", loaded.architecture, plan)
-    return plan.kv_cache
+    return plan.kv_cache, plan.adapters or None
 
 
 def _no_memory(device: str, error: RuntimeError, kept: int) -> tuple[str, bool]:
@@ -347,8 +351,12 @@ def _device_step(
     capacity: Capacity,
     sampler: SamplerRows,
     identity: WorkerIdentity,
+    for_adapters: int | None,
 ) -> DeviceStep:
-    """Make the rows of a worker, with masks, and with images and adapters where the model takes them."""
+    """Make the rows of a worker, with masks, and with images and adapters where the model takes them.
+
+    Memory was kept for_adapters where it is known how much they need.
+    """
     from model_worker.adapter_loads import AdapterLoads, default_adapter_memory
     from model_worker.execution.base import DeviceStep
     from model_worker.execution.images import encode_queue, image_rows
@@ -365,7 +373,8 @@ def _device_step(
     if images is not None:
         shared.encoding = encode_queue(images)
     if runner.backend.takes_adapters:
-        memory = parse_memory(settings.lora_memory, "lora_memory") or default_adapter_memory(loaded.device)
+        memory = parse_memory(settings.lora_memory, "lora_memory") or for_adapters
+        memory = memory or default_adapter_memory(loaded.device)
         shared.adapters = AdapterLoads(runner.backend, identity.epoch, identity.index, memory)
     return shared
 

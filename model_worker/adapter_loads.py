@@ -18,12 +18,13 @@ import torch
 
 from interfaces import AdapterFailed, AdapterLoaded, DropAdapter, LoadAdapter
 from model_worker.backends.base import AdapterFacts
+from model_worker.cuda.memory import is_for_want_of_memory
 from model_worker.wake_up import WakeUp
 from shared.resources import free_memory
 
 log = logging.getLogger(__name__)
 
-# Share of free memory for adapters. A GPU's free memory is what the KV cache has left.
+# Share of free memory for adapters. A GPU's free memory is what the KV cache has left, where none was kept for them.
 _CPU_SHARE = 1 / 16
 _CUDA_SHARE = 1 / 4
 
@@ -183,7 +184,18 @@ class AdapterLoads:
         try:
             return _Done(order, self._backend.load_adapter(order.handle, order.path), None, self._backend)
         except Exception as caught:  # the adapter fails, and not the worker
+            if is_for_want_of_memory(caught):
+                # This error has no frames, which would hold what was read of the adapter.
+                return _Done(order, None, MemoryError(_no_memory(caught)), self._backend)
             return _Done(order, None, caught, self._backend)
+
+
+def _no_memory(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return (
+        "the GPU has no memory left for it: unload another adapter, or start the server with more lora_memory and "
+        f"kv_memory auto, or with less kv_memory ({first})"
+    )
 
 
 def _reason(done: _Done) -> str:

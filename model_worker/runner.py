@@ -96,11 +96,14 @@ class ModelRunner:
         Those of up to `max_tokens` tokens may have prompts in them. In a group `agreed` says whether something is so on
         all ranks, and a want of memory is an error.
         """
-        if self.cache.states is not None:
-            # A pass picks the states of its rows, and cuts prompts, by what is known on the host alone.
-            return
-        if self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend):
+        if self.can_record and isinstance(self.backend, ModulesBackend):
             self.backend.record(max_rows, max_model_len, max_tokens, self.num_blocks, agreed)
+
+    @property
+    def can_record(self) -> bool:
+        """Whether steps are of a kind that a device can record."""
+        # With recurrent layers a pass picks the states of its rows, and cuts prompts, by what the host alone knows.
+        return self.cache.states is None and self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend)
 
     @property
     def records(self) -> bool:

@@ -1,7 +1,8 @@
 """Recorded steps of rows with adapters: the same buffers as those without, and a column of slots beside them.
 
-Each size is recorded when it is first wanted, and again once adapters change other modules than before. Knows batches
-and slots; it does not know adapters.
+Each size is recorded when it is first wanted, and again once adapters change other modules than before. All write their
+logits to one place, that of steps with prompts if these are recorded, too. So steps with adapters keep no memory but
+the temporaries that the others have taken. Knows batches and slots; it does not know adapters.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class AdaptedGraphs:
         most = max(decode.buffers.max_rows, 0 if mixed is None else mixed.buffers.max_rows + 1)
         # Of each sequence, and of the one that pads.
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=self._device)
+        self._logits = None if mixed is None else mixed.logits
         self._graphs: dict[tuple[bool, int], Callable[[], Tensor]] = {}
         self._generation = 0
 
@@ -60,8 +62,17 @@ class AdaptedGraphs:
         source.buffers.fill(batch, size)
         key = decodes, size
         if key not in self._graphs:
-            self._graphs[key] = self._recorded(lambda: self._step(source.buffers.batch(size), decodes))
+            if self._logits is None:
+                # No record owns the place of logits.
+                first = self._step(source.buffers.batch(size), decodes)
+                self._logits = first.new_empty(self._decode.buffers.max_rows, first.shape[1])
+            self._graphs[key] = self._recorded(lambda: self._placed(source.buffers.batch(size), decodes))
         return self._graphs[key]()[: len(batch.logit_positions)]
+
+    def _placed(self, batch: ForwardBatch, decodes: bool) -> Tensor:
+        assert self._logits is not None
+        logits = self._step(batch, decodes)
+        return self._logits[: len(logits)].copy_(logits)
 
     def _step(self, batch: ForwardBatch, decodes: bool) -> Tensor:
         tokens = batch.num_tokens

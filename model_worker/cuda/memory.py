@@ -6,7 +6,7 @@ Knows numbers of bytes; `CudaMemory` reads them. Does not know models or steps: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -86,18 +86,25 @@ class MemoryPlan:
     budget: int  # of this worker
     weights: int
     step: int  # temporaries of the largest step
-    recorded: int  # the same of recorded decode steps, which keep them
+    recorded: int  # the same of recorded steps, which keep them, and their logits
     total: int  # of the GPU
+    adapters: int = 0  # factors of adapters
 
     @property
     def kv_cache(self) -> int:
-        return self.budget - self.weights - self.step - self.recorded
+        return self.budget - self.weights - self.step - self.recorded - self.adapters
+
+    def with_adapters(self, wanted: int | None) -> MemoryPlan:
+        """Return a plan that leaves so many bytes to adapters, or a sixteenth of what is left: at least 1 GiB, if that
+        is no more than a quarter."""
+        left = max(0, self.kv_cache)
+        return replace(self, adapters=min(max(left // 16, GIB), left // 4) if wanted is None else wanted)
 
     def __str__(self) -> str:
         return (
             f"a GPU of {_gib(self.total)}, of which {_gib(self.budget)} are this worker's: weights "
             f"{_gib(self.weights)}, the largest step {_gib(self.step)}, recorded steps {_gib(self.recorded)}, "
-            f"K/V {_gib(self.kv_cache)}"
+            f"{f'adapters {_gib(self.adapters)}, ' if self.adapters else ''}K/V {_gib(self.kv_cache)}"
         )
 
 

@@ -175,6 +175,12 @@ class MixedGraphs:
             self._graphs[size] = recorded(step(size))
 
     @property
+    def logits(self) -> Tensor:
+        """The place of logits [max_rows, vocabulary]."""
+        assert self._logits is not None
+        return self._logits
+
+    @property
     def sizes(self) -> list[int]:
         """The numbers of tokens of recorded steps."""
         return self.buffers.sizes

@@ -40,6 +40,8 @@ class Shelf(Backend):
             raise FileNotFoundError("there is no adapter")
         if path == "broken":
             raise ValueError("rank is 0: save it again")
+        if path == "full":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
         if path == "bug":
             raise KeyError("x")
         self.held[handle] = path
@@ -83,6 +85,12 @@ def test_adapters_are_read_in_order_and_answered(loads: AdapterLoads, shelf: She
     [
         ("missing", "there is no adapter", True),
         ("broken", "rank is 0: save it again", False),
+        (
+            "full",
+            "the GPU has no memory left for it: unload another adapter, or start the server with more lora_memory and "
+            "kv_memory auto, or with less kv_memory (CUDA out of memory. Tried to allocate 2 GiB.)",
+            False,
+        ),
         ("bug", "the model worker's log has the reason (KeyError)", False),
         ("101", "it takes 101 bytes, and adapters may take 100: raise lora_memory", False),
     ],

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from model_worker.adapters import slots
 from model_worker.cuda.memory import GIB, SHARE, CudaMemory, explain_no_memory, is_for_want_of_memory, plan_memory
-from model_worker.execution.rehearsal import Rehearsal, gpu_kv_memory
+from model_worker.execution.rehearsal import AdapterWish, Rehearsal, gpu_kv_memory
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.sampling.device_penalties import most_bytes
+from tests.model_worker.cuda.interpreter import need_triton
+from tests.model_worker.cuda.launches import counted_launches
 from tests.model_worker.tiny_models import tiny_model
+
+need_triton()
+
+from model_worker.cuda import adapter_kernel  # noqa: E402
 
 
 class StandIn:
@@ -40,7 +50,7 @@ class StandIn:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path: Path = tiny_model("llama", tmp_path_factory.mktemp("memory"))
-    return load_model(path, "float32", "cpu", lambda *_: None)
+    return load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False)
 
 
 def test_weights_and_steps_come_first() -> None:
@@ -107,6 +117,58 @@ def test_a_gpu_without_room_is_refused_with_numbers(loaded: LoadedModel) -> None
     assert plan.kv_cache == int(GIB * SHARE) - 1000 - most_bytes(6, loaded.vocab_size)
     with pytest.raises(ValueError, match=r"no memory is left for the KV cache on a GPU of 1\.0 GiB, of which 0\.9 GiB"):
         gpu_kv_memory(loaded, StandIn(GIB, GIB), 1, 50, 6, None)
+
+
+def test_memory_for_adapters_is_kept_before_k_and_v() -> None:
+    gpu = StandIn(80 * GIB, 16 * GIB)
+    plan = plan_memory(gpu, 1, gpu.taking(2 * GIB), gpu.taking(2 * GIB))
+    assert plan.with_adapters(5 * GIB).kv_cache == plan.kv_cache - 5 * GIB
+    assert "recorded steps 2.0 GiB, adapters 5.0 GiB, K/V 47.0 GiB" in str(plan.with_adapters(5 * GIB))
+    assert plan.with_adapters(None).adapters == plan.kv_cache // 16
+    small = plan_memory(StandIn(24 * GIB, 16 * GIB), 1, lambda: None, lambda: None)
+    assert small.with_adapters(None).adapters == GIB, "a few adapters fit in any case"
+    tiny = plan_memory(StandIn(20 * GIB, 17 * GIB), 1, lambda: None, lambda: None)
+    assert tiny.with_adapters(None).adapters == tiny.kv_cache // 4
+
+
+class Widest(StandIn):
+    """A GPU on which work takes what lies between the factors of an adapter. Kernels are not run."""
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        sizes = [0]
+
+        def taking(y: Tensor, x: Tensor, *rest: Any) -> None:
+            sizes.append(len(x) * rest[-1] * 4)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter_kernel, "add_low_rank", taking)
+            work()
+        return max(sizes)
+
+
+def test_steps_with_adapters_are_rehearsed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels add them, with what recorded steps keep; and nothing of the trial stays."""
+    monkeypatch.setattr(slots, "unsupported", lambda *_: "")
+    of_gpu = replace(loaded, attention_name="triton", has_kernels=True)
+    before = [module for module in loaded.model.modules() if module._forward_hooks]
+    with counted_launches(monkeypatch, run=False):
+        alone, adapted, wished = (
+            gpu_kv_memory(of_gpu, Widest(8 * GIB, 1000), 1, 20, 3, 40, wish)
+            for wish in (None, AdapterWish(), AdapterWish(GIB))
+        )
+    # Logits of 1, 2 and 3 decode rows, and once those of a step with prompts.
+    logits = (1 + 2 + 3 + 3) * loaded.vocab_size * 4
+    counts = most_bytes(3, loaded.vocab_size)
+    assert (alone.step, alone.recorded, alone.adapters) == (counts, logits, 0)
+    assert (adapted.step, adapted.recorded) == (counts + 20 * 64 * 4, logits + 20 * 64 * 4)
+    assert adapted.adapters == GIB
+    assert wished == adapted
+    assert [module for module in loaded.model.modules() if module._forward_hooks] == before
+
+
+def test_adapters_that_leave_nothing_for_k_and_v_are_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(ValueError, match=r"adapters 2\.0 GiB, K/V -1\.1 GiB; lower max_batch_tokens, lora_memory or"):
+        gpu_kv_memory(loaded, StandIn(GIB, 1000), 1, 50, 6, None, AdapterWish(2 * GIB))
 
 
 def test_a_worker_that_cannot_start_says_who_holds_the_memory() -> None:
