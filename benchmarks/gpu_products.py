@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from model_worker.adapters import slots
-from model_worker.cuda import experts_trial, fp8_blocks, fp8_linear, int4_trial
+from model_worker.cuda import experts_trial, fp8_blocks, fp8_linear, grouped_trial
 from model_worker.cuda.encoded_experts import ExpertStack, stack_of
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda.grouped_linear import GroupedLinear
 from model_worker.cuda.routing import route
 
 Figures = dict[str, Any]
@@ -24,12 +24,12 @@ _GROUPS = (32, 128)
 _EXPERTS, _CHOSEN = 16, 4
 
 
-def four_bits(outputs: int, inputs: int, group: int, device: torch.device) -> Int4Linear:
+def four_bits(outputs: int, inputs: int, group: int, device: torch.device) -> GroupedLinear:
     """Return a layer of random codes, scales and zeros on a device."""
     codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
     groups = outputs, inputs // group
     scales = torch.rand(groups, device=device).add(0.5).half()
-    return Int4Linear(codes, scales, torch.randint(0, 16, groups, dtype=torch.int8, device=device))
+    return GroupedLinear(codes, scales, torch.randint(0, 16, groups, dtype=torch.int8, device=device))
 
 
 def checked(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> Figures:
@@ -38,7 +38,7 @@ def checked(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int)
     host = torch.device("cpu")
     for group in _GROUPS:
         linear = four_bits(outputs, inputs, group, host)
-        found[f"four bits, groups of {group}"] = int4_trial.unsupported(linear, device, dtype)
+        found[f"four bits, groups of {group}"] = grouped_trial.unsupported(linear, device, dtype)
     for name, stack in _stacks(outputs, inputs, host, dtype).items():
         weight = torch.stack([stack.matrix(expert) for expert in range(_EXPERTS)])
         found[name] = experts_trial.unsupported(stack, weight, device, dtype)

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu_products import four_bits
 from model_worker.adapters import slots
-from model_worker.cuda import int4_trial
+from model_worker.cuda import grouped_trial
 
 PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck")
@@ -36,7 +36,7 @@ def _attention(device: torch.device) -> str:
 def _four_bits(device: torch.device) -> str:
     # In pieces, which count themselves.
     linear = four_bits(66, 1024, 128, torch.device("cpu"))
-    return int4_trial.unsupported(linear, device, torch.float16, (1,) if device.type == "cpu" else (1, 17))
+    return grouped_trial.unsupported(linear, device, torch.float16, (1,) if device.type == "cpu" else (1, 17))
 
 
 def _adapters(device: torch.device) -> str:

@@ -19,14 +19,14 @@ from model_worker.attention import AttentionBackend
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda.grouped_linear import GroupedLinear
 from model_worker.cuda.joined_linear import Change, JoinedLinear
 from model_worker.decoder_form import GEMMA, LayerForm, Part, decoder_form, epsilon_of, require
 from model_worker.kv_cache import AttentionParams, KVCache
 from model_worker.model import LoadedModel
 
 # Linear layers that may be joined.
-_TYPES = (nn.Linear, Fp8Linear, BlockFp8Linear, Int4Linear)
+_TYPES = (nn.Linear, Fp8Linear, BlockFp8Linear, GroupedLinear)
 # Rows of the trials that tell which of a few formulas a module computes.
 _TRIAL_ROWS = 4
 Angles = tuple[Tensor, Tensor]  # cosines and sines [T, turning elements of a head]

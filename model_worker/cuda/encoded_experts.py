@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model_worker.cuda.fp8_blocks import BlockFp8Linear, rounded_groups
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.int4_linear import Int4Linear, Packed
+from model_worker.cuda.grouped_linear import GroupedLinear, Packed, numbers_of
 from model_worker.cuda.routing import Routing, route
 
 # The projections of a module of experts.
@@ -23,46 +23,57 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 class ExpertStack(nn.Module):
-    """One projection of all experts, [experts, out, in]."""
+    """One projection of all experts: matrices [out, in], which a module has as [experts, out, in], or transposed."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape = torch.Size(shape)
+        self.experts, self.outputs, self.inputs = experts, outputs, inputs
+        self.is_transposed = False
         self._dtype = dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        sides = (self.inputs, self.outputs) if self.is_transposed else (self.outputs, self.inputs)
+        return torch.Size((self.experts, *sides))
+
     @abstractmethod
-    def product(self, x: Tensor, routing: Routing) -> Tensor:
-        """Multiply pairs of tokens and experts, [pairs, out]. `x` [T, in] are tokens, or the pairs themselves."""
+    def product(self, x: Tensor, routing: Routing, bias: Tensor | None = None) -> Tensor:
+        """Multiply pairs of tokens and experts, and add the bias of these, [experts, out]. Returns [pairs, out].
+
+        `x` [T, in] are tokens, or the pairs themselves.
+        """
 
     @abstractmethod
     def matrix(self, expert: int) -> Tensor:
         """Return the decoded weight of an expert, f32 [out, in]."""
 
     def __getitem__(self, expert: int) -> Tensor:
-        return self.matrix(int(expert)).to(self._dtype)
+        matrix = self.matrix(int(expert)).to(self._dtype)
+        return matrix.T if self.is_transposed else matrix
 
 
-class Int4Experts(ExpertStack):
-    """With `codes` u8 [experts, out, in / 2], `scales` and perhaps `zeros` [experts, out, groups] (int4_linear.py)."""
+class GroupedExperts(ExpertStack):
+    """With `codes` u8 [experts, out, in / 2], `scales` and perhaps `zeros` [experts, out, groups], as grouped_linear.py
+    has them."""
 
-    def __init__(self, experts: Sequence[Int4Linear], dtype: torch.dtype) -> None:
+    def __init__(self, experts: Sequence[GroupedLinear], dtype: torch.dtype) -> None:
         first = experts[0]
-        super().__init__((len(experts), first.out_features, first.in_features), dtype)
-        self._middle = first.middle
+        super().__init__(len(experts), first.out_features, first.in_features, dtype)
+        self.middle, self.table = first.middle, first.table
         self.codes = _stack([one.codes for one in experts])
-        self.scales = _stack([one.scales for one in experts])
+        self.scales = _stack(_alike([one.scales for one in experts]))
         self.zeros = None if first.zeros is None else _stack([one.get_parameter("zeros") for one in experts])
 
-    def product(self, x: Tensor, routing: Routing) -> Tensor:
-        from model_worker.cuda.int4_kernel import multiply_experts
+    def product(self, x: Tensor, routing: Routing, bias: Tensor | None = None) -> Tensor:
+        from model_worker.cuda.grouped_experts_kernel import multiply_experts
 
         zeros = None if self.zeros is None else self.zeros.flatten(0, 1)
-        packed = Packed(self.codes.flatten(0, 1), self.scales.flatten(0, 1), zeros, self._middle)
-        return multiply_experts(x.contiguous(), packed, routing, self.shape[0])
+        packed = Packed(self.codes.flatten(0, 1), self.scales.flatten(0, 1), zeros, self.middle, self.table)
+        return multiply_experts(x.contiguous(), packed, bias, routing, self.experts)
 
     def matrix(self, expert: int) -> Tensor:
         zeros = None if self.zeros is None else self.zeros[expert]
-        return Int4Linear(self.codes[expert], self.scales[expert], zeros, self._middle).weight
+        return GroupedLinear(self.codes[expert], self.scales[expert], zeros, self.middle, table=self.table).weight
 
 
 class Fp8Experts(ExpertStack):
@@ -72,15 +83,16 @@ class Fp8Experts(ExpertStack):
     """
 
     def __init__(self, experts: Sequence[Fp8Linear] | Sequence[BlockFp8Linear], dtype: torch.dtype) -> None:
-        super().__init__((len(experts), *experts[0].codes.shape), dtype)
+        outputs, inputs = experts[0].codes.shape
+        super().__init__(len(experts), outputs, inputs, dtype)
         self.codes = _stack([one.codes for one in experts])
         self.scales = _stack([one.scales if isinstance(one, BlockFp8Linear) else one.scales[0] for one in experts])
 
-    def product(self, x: Tensor, routing: Routing) -> Tensor:
+    def product(self, x: Tensor, routing: Routing, bias: Tensor | None = None) -> Tensor:
         from model_worker.cuda.fp8_block_kernel import multiply_experts
 
         rounded, of_groups = rounded_groups(x)
-        return multiply_experts(rounded, of_groups, self.codes, self.scales, routing, x.dtype)
+        return multiply_experts(rounded, of_groups, self.codes, self.scales, bias, routing, x.dtype)
 
     def matrix(self, expert: int) -> Tensor:
         codes, scales = self.codes[expert], self.scales[expert]
@@ -88,17 +100,27 @@ class Fp8Experts(ExpertStack):
         return one.weight
 
 
-def stack_of(experts: Sequence[Sequence[Any]], dtype: torch.dtype) -> ExpertStack:
-    """Stack layers of experts of one kind. The outputs of those of an expert come one behind the other."""
-    if isinstance(experts[0][0], Int4Linear):
-        return Int4Experts([_one_in_four_bits(parts) for parts in experts], dtype)
+def stack_of(experts: Sequence[Sequence[Any]], dtype: torch.dtype, takes_turns: bool = False) -> ExpertStack:
+    """Stack layers of experts of one kind. The outputs of those of an expert come one behind the other, or take turns,
+    which those in FP8 cannot."""
+    if isinstance(experts[0][0], GroupedLinear):
+        return GroupedExperts([_one_of_groups(parts, takes_turns) for parts in experts], dtype)
+    assert not takes_turns
     return Fp8Experts([_one_in_fp8(parts) for parts in experts], dtype)
 
 
-def _one_in_four_bits(parts: Sequence[Int4Linear]) -> Int4Linear:
+def _one_of_groups(parts: Sequence[GroupedLinear], takes_turns: bool) -> GroupedLinear:
+    def whole(tensors: list[Tensor]) -> Tensor:
+        return torch.stack(tensors, 1).flatten(0, 1) if takes_turns else torch.cat(tensors)
+
     zeros: list[Tensor] = [part.zeros for part in parts if part.zeros is not None]
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return Int4Linear(codes, scales, torch.cat(zeros) if zeros else None, parts[0].middle)
+    codes, scales = whole([part.codes for part in parts]), whole(_alike([part.scales for part in parts]))
+    return GroupedLinear(codes, scales, whole(zeros) if zeros else None, parts[0].middle, table=parts[0].table)
+
+
+def _alike(scales: list[Tensor]) -> list[Tensor]:
+    """Return scales of one type: numbers, if some of them are numbers and others powers of two."""
+    return scales if len({one.dtype for one in scales}) == 1 else [numbers_of(one) for one in scales]
 
 
 def _one_in_fp8(parts: Sequence[Any]) -> Any:
@@ -115,13 +137,20 @@ def _stack(tensors: Sequence[Tensor]) -> nn.Parameter:
 def takes(module: Any) -> bool:
     """Whether a module of experts computes gated layers without more, as `forward_of` does."""
     known = all(getattr(module, name, None) is not None for name in (*PROJECTIONS, "num_experts", "_apply_gate"))
-    more = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-    return known and bool(module.has_gate) and not any(getattr(module, name, False) for name in more)
+    more = ("has_post_expert_norm", "_is_expert_parallel")
+    biased = not getattr(module, "has_bias", False) or None not in (_bias(module, name) for name in PROJECTIONS)
+    return known and bool(module.has_gate) and biased and not any(getattr(module, name, False) for name in more)
+
+
+def _bias(module: Any, projection: str) -> Tensor | None:
+    """Return what is added to a projection, [experts, out]."""
+    return getattr(module, f"{projection}_bias", None) if getattr(module, "has_bias", False) else None
 
 
 def put_stacks(module: Any, stacks: Sequence[ExpertStack]) -> None:
     """Put stacks in the place of a module's projections, and have it compute with them."""
     for name, stack in zip(PROJECTIONS, stacks, strict=True):
+        stack.is_transposed = bool(getattr(module, "is_transposed", False))
         delattr(module, name)
         setattr(module, name, stack)
     vars(module)["forward"] = forward_of(module)
@@ -132,8 +161,9 @@ def forward_of(module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         routing = route(top_k_index, module.num_experts)
-        inner = module._apply_gate(module.gate_up_proj.product(hidden_states, routing))
-        outer = module.down_proj.product(inner, routing)
+        gate_and_up, down = (_bias(module, name) for name in PROJECTIONS)
+        inner = module._apply_gate(module.gate_up_proj.product(hidden_states, routing, gate_and_up))
+        outer = module.down_proj.product(inner, routing, down)
         weighted = outer.unflatten(0, top_k_index.shape) * top_k_weights[..., None]
         total: Tensor = weighted.sum(1)
         return total.to(hidden_states.dtype)

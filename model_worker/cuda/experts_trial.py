@@ -31,18 +31,22 @@ def unsupported(stack: ExpertStack, weight: Tensor, device: torch.device, dtype:
     try:
         placed = stack.to(device)
         exact = weight.to(device)
+        # As large as what they are added to.
+        size = float(weight.square().mean().sqrt()) * inputs**0.5
+        biases = (torch.randn(weight.shape[:2], generator=generator) * size).to(device, dtype)
         with torch.inference_mode():
             for count in _TRIAL_TOKENS:
                 scores = torch.rand(count, experts, generator=generator)
                 chosen = scores.topk(min(_CHOSEN, experts)).indices.to(device)
                 pairs = chosen.reshape(-1)
-                for each in (count, len(pairs)):
+                for each, bias in ((count, None), (len(pairs), biases)):
                     x = torch.randn(each, inputs, generator=generator) * torch.randn(inputs, generator=generator).exp()
                     rows = x.to(device, dtype)
-                    got = placed.product(rows, route(chosen, experts)).float()
+                    got = placed.product(rows, route(chosen, experts), bias).float()
                     meant = _rounded(rows) if isinstance(stack, Fp8Experts) else rows.float()
                     meant = meant.repeat_interleave(len(pairs) // each, 0)
                     want = torch.stack([exact[expert] @ row for expert, row in zip(pairs.tolist(), meant, strict=True)])
+                    want = want if bias is None else want + bias[pairs].float()
                     error = float(((got - want).abs().amax(1) / want.abs().amax(1)).max())
                     if not error <= TOLERANCE:
                         return f"products of {count} tokens with experts are wrong by {error:.2g}"
@@ -65,7 +69,7 @@ def slower(make: Callable[[], ExpertStack], chosen: int, device: torch.device, d
 
     def calls() -> timing.Calls:
         made = make()
-        experts, outputs, inputs = made.shape
+        experts, outputs, inputs = made.experts, made.outputs, made.inputs
         plain = torch.randn(experts, outputs, inputs, device=device, dtype=dtype)
 
         def of(count: int) -> tuple[timing.Call, timing.Call]:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model_worker.cuda.program_tiles import pairs_of_tile, tile_of_product
 from model_worker.cuda.routing import Routing
 
 SIDE = 128
@@ -115,14 +116,7 @@ def block_product_kernel(
 
     Programs: tiles of TOGETHER tiles of tokens, one tile of outputs after the other.
     """
-    row_tiles = tl.cdiv(count, ROWS)
-    column_tiles = tl.cdiv(outputs, COLUMNS)
-    program = tl.program_id(0)
-    band = program // (TOGETHER * column_tiles)
-    within = program % (TOGETHER * column_tiles)
-    high = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
-    row = ((band * TOGETHER + within % high) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = (within // high * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    row, column = tile_of_product(count, outputs, ROWS, COLUMNS, TOGETHER)
     has_row = row < count
     has_column = column < outputs
     total = sum_of_groups(
@@ -152,6 +146,7 @@ def block_experts_kernel(
     a_scales,
     b_codes,
     b_scales,
+    bias,
     pairs,
     experts,
     firsts,
@@ -161,6 +156,7 @@ def block_experts_kernel(
     width,
     groups,
     BLOCKED: tl.constexpr,
+    BIASED: tl.constexpr,
     SIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -169,23 +165,24 @@ def block_experts_kernel(
 
     Programs: tile of pairs, tile of outputs.
     """
-    expert = tl.load(experts + tl.program_id(0))
-    if expert >= 0:
-        place = tl.load(firsts + tl.program_id(0)) + tl.arange(0, ROWS)
-        has_row = place < tl.load(ends + tl.program_id(0))
-        pair = tl.load(pairs + place, mask=has_row, other=0)
+    first = tl.load(firsts + tl.program_id(0))
+    end = tl.load(ends + tl.program_id(0))
+    if first < end:
+        expert = tl.load(experts + tl.program_id(0))
+        pair, has_row = pairs_of_tile(pairs, first, end, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         has_column = column < outputs
+        of_expert = expert * outputs + column
         token = pair // per_token
         if BLOCKED:
             from_scales = b_scales + (expert * tl.cdiv(outputs, SIDE) + column // SIDE) * groups
         else:
-            from_scales = b_scales + expert * outputs + column
+            from_scales = b_scales + of_expert
         total = sum_of_groups(
             a_codes + token * width,
             a_scales + token * groups,
             has_row,
-            b_codes + (expert * outputs + column) * width,
+            b_codes + of_expert * width,
             from_scales,
             has_column,
             width,
@@ -195,6 +192,8 @@ def block_experts_kernel(
             ROWS,
             COLUMNS,
         )
+        if BIASED:
+            total += tl.load(bias + of_expert, mask=has_column, other=0.0).to(tl.float32)[None, :]
         to = out + pair[:, None] * outputs + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
@@ -239,9 +238,16 @@ def multiply_blocks(
 
 
 def multiply_experts(
-    tokens: Tensor, of_tokens: Tensor, codes: Tensor, scales: Tensor, routing: Routing, dtype: torch.dtype
+    tokens: Tensor,
+    of_tokens: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply pairs of tokens and experts by the weights of these, e4m3 [experts, out, in]. Returns [pairs, out].
+    """Multiply pairs of tokens and experts by the weights of these, e4m3 [experts, out, in], and add their biases
+    [experts, out]. Returns [pairs, out].
 
     Tokens are e4m3 [T, in], or the pairs themselves, with scales f32 [T, groups]. Weights have scales
     f32 [experts, blocks of out, groups], or [experts, out].
@@ -257,6 +263,7 @@ def multiply_experts(
         of_tokens,
         codes,
         scales,
+        scales if bias is None else bias,
         routing.pairs,
         routing.experts,
         routing.firsts,
@@ -266,6 +273,7 @@ def multiply_experts(
         width,
         of_tokens.shape[1],
         BLOCKED=scales.dim() == 3,
+        BIASED=bias is not None,
         SIDE=SIDE,
         ROWS=routing.rows,
         COLUMNS=columns,

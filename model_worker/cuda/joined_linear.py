@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, block_product
 from model_worker.cuda.fp8_linear import Fp8Linear, fp8_product
-from model_worker.cuda.int4_linear import Int4Linear, Packed, int4_product, join_alike
+from model_worker.cuda.grouped_linear import GroupedLinear, grouped_product, join_alike
 
 # Changes what modules have made of their input.
 Change = Callable[[Sequence[nn.Module], Tensor, Tensor], None]
@@ -51,7 +51,7 @@ def _joins(linears: Sequence[nn.Module]) -> bool:
     """Whether the parameters of modules, one behind the other, are those of one module with all of their outputs."""
     if len({type(linear) for linear in linears}) > 1:
         return False
-    fours = [linear for linear in linears if isinstance(linear, Int4Linear)]
+    fours = [linear for linear in linears if isinstance(linear, GroupedLinear)]
     if fours:
         return join_alike(fours)
     # A block has outputs of one module.
@@ -78,11 +78,11 @@ class _Product:
             groups = first.scales.shape[1]
             scales = first.scales.as_strided((-(-self._outputs // SIDE), groups), (groups, 1))
             return block_product(x, self._whole(first.codes), scales, added)
-        if isinstance(first, Int4Linear):
-            codes, scales, zeros, middle = first.packed
+        if isinstance(first, GroupedLinear):
+            codes, scales, zeros = first.packed[:3]
             zeros = None if zeros is None else self._whole(zeros)
-            packed = Packed(self._whole(codes), self._whole(scales), zeros, middle)
-            return int4_product(x, packed, first.order, added, first.arrived)
+            packed = first.packed._replace(codes=self._whole(codes), scales=self._whole(scales), zeros=zeros)
+            return grouped_product(x, packed, first.order, added, first.arrived)
         return nn.functional.linear(x, self._whole(first.weight), added)
 
     def _whole(self, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _ROWS = ((8, 16), (32, 32), (1 << 31, 64))
 
 
 class Routing(NamedTuple):
-    """The tiles of a step: there are as many as may be needed, and those that are not have no expert, -1."""
+    """The tiles of a step: as many as may be needed. One that is not needed begins where it ends, or behind."""
 
     pairs: Tensor  # i64 [pairs]: in the order of their experts
     experts: Tensor  # i64 [tiles]
@@ -31,15 +31,12 @@ def route(chosen: Tensor, experts: int) -> Routing:
     count = len(ids)
     rows = next(rows for most, rows in _ROWS if count <= most * experts)
     sorted_ids, pairs = ids.sort(stable=True)
-    # Where the pairs of each expert begin, and the last ones end.
-    edges = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
-    sizes = edges.diff()
-    tiles = (sizes + (rows - 1)) // rows
-    ends = tiles.cumsum(0)
-    most = min(count, experts + count // rows)
-    number = torch.arange(most, device=ids.device)
-    expert = torch.searchsorted(ends, number, right=True)
-    known = expert.clamp(max=experts - 1)
-    within = number - (ends - tiles)[known]
-    firsts = edges[known] + within * rows
-    return Routing(pairs, torch.where(expert < experts, expert, -1), firsts, edges[known + 1], rows)
+    # Where the pairs of each expert begin and end; behind the last one is one without pairs, for tiles without any.
+    edges = torch.searchsorted(sorted_ids, torch.arange(experts + 2, device=ids.device, dtype=ids.dtype))
+    tiles = (edges.diff() + (rows - 1)) // rows
+    until = tiles.cumsum(0)
+    number = torch.arange(min(count, experts + count // rows), device=ids.device)
+    expert = torch.searchsorted(until[:-1], number, right=True)
+    # A tile's number counts those of the experts before.
+    firsts = (edges[:-1] - (until - tiles) * rows)[expert] + number * rows
+    return Routing(pairs, expert, firsts, edges[1:][expert], rows)

@@ -37,7 +37,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     generation: str
     in_fp8: list[str]
     in_fp8_blocks: list[str]
-    in_int4: dict[str, int]
+    in_groups: dict[str, int]
     unused: dict[str, tuple[str, list[int]]] = {}
 
 

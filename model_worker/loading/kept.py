@@ -28,7 +28,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from model_worker.cuda.encoded_experts import ExpertStack
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda.grouped_linear import GroupedLinear
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
@@ -112,7 +112,7 @@ class Keeping:
         of_tower = _tower_of(model)
         tower = {name: tensor for name, tensor in tensors.items() if id(tensor) in of_tower}
         unused = {} if vision else {name: (_name(tensor.dtype), list(tensor.shape)) for name, tensor in tower.items()}
-        fours = {name: one.middle for name, one in model.named_modules() if isinstance(one, Int4Linear)}
+        fours = {name: one.middle for name, one in model.named_modules() if isinstance(one, GroupedLinear)}
         self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], fours, unused)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in tower}
         self._tower = tower if vision else {}
@@ -221,22 +221,24 @@ def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:
             given[name] = Placeholder(tuple(tensor.shape), tensor.dtype)
         elif leaf == "codes":
             outputs, width = tensor.shape
-            given[f"{path}.weight"] = Placeholder((outputs, 2 * width if path in found.facts.in_int4 else width), dtype)
+            given[f"{path}.weight"] = Placeholder(
+                (outputs, 2 * width if path in found.facts.in_groups else width), dtype
+            )
     return given
 
 
 def _encoded(facts: ModelFacts) -> set[str]:
     """Name the linear modules whose weights are not plain."""
-    return {*facts.in_fp8, *facts.in_fp8_blocks, *facts.in_int4}
+    return {*facts.in_fp8, *facts.in_fp8_blocks, *facts.in_groups}
 
 
-def _encoded_linear(found: Found, name: str) -> Fp8Linear | BlockFp8Linear | Int4Linear:
+def _encoded_linear(found: Found, name: str) -> Fp8Linear | BlockFp8Linear | GroupedLinear:
     codes, scales, bias = (found.tensors.get(f"{name}.{part}") for part in ("codes", "scales", "bias"))
     if codes is None or scales is None:
         raise ValueError(f"{name} has no codes or no scales")
-    if name in found.facts.in_int4:
+    if name in found.facts.in_groups:
         zeros, order = (found.tensors.get(f"{name}.{part}") for part in ("zeros", "order"))
-        return Int4Linear(codes, scales, zeros, found.facts.in_int4[name], order, bias)
+        return GroupedLinear(codes, scales, zeros, found.facts.in_groups[name], order, bias)
     return Fp8Linear(codes, scales[0], bias) if name in found.facts.in_fp8 else BlockFp8Linear(codes, scales, bias)
 
 

@@ -24,8 +24,8 @@ from model_worker.cpu.gemm.encoded_linear import EncodedLinear
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import keeps_codes, pack_linears, quantize_linears
 from model_worker.cpu.gemm.panel_linear import PanelLinear
-from model_worker.cuda.encoded_experts import Int4Experts
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda.encoded_experts import GroupedExperts
+from model_worker.cuda.grouped_linear import GroupedLinear
 from model_worker.host_memory import trim_heap
 from model_worker.loading import verify
 from model_worker.loading.gpu_attention import choose_attention
@@ -228,7 +228,7 @@ def _parameters(model: PreTrainedModel) -> tuple[int, int]:
     counts = [math.prod(weight.shape) for weight in encoded]
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, encoded.values(), strict=True)]
     # A byte of these has two.
-    fours = [module.codes.numel() for module in model.modules() if isinstance(module, Int4Linear | Int4Experts)]
+    fours = [module.codes.numel() for module in model.modules() if isinstance(module, GroupedLinear | GroupedExperts)]
     return (
         sum(parameter.numel() for parameter in parameters) + sum(counts) + sum(fours),
         sum(parameter.nbytes for parameter in parameters) + sum(sizes),

@@ -25,14 +25,16 @@ from model_worker.cuda import (
     fp8_block_kernel,
     fp8_kernel,
     gate_kernel,
-    int4_kernel,
+    grouped_experts_kernel,
+    grouped_kernel,
     kv_write_kernel,
     norm_kernel,
     paged_attention,
     pick_kernel,
+    product_tiles,
     rotary_kernel,
 )
-from model_worker.cuda.int4_linear import OFFSETS, ZEROS
+from model_worker.cuda.grouped_linear import OFFSETS, TABLE, ZEROS
 from model_worker.sampling import draw_triton
 
 POINTERS = {
@@ -63,6 +65,10 @@ POINTERS = {
 OF_ADAPTERS = ("shrink", "shrink many rows", "expand", "gather")
 # Products with weights of four bits: each tile, other forms of these, and each tile of experts.
 EXPERT_ROWS = (16, 32, 64)
+# The table of MXFP4: the numbers of its codes, doubled.
+E2M1 = int.from_bytes(
+    bytes(number & 255 for number in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)), "little"
+)
 INT4_TILES = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
 INT4_EXPERTS = tuple(f"experts in four bits, {rows} rows" for rows in EXPERT_ROWS)
 IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16 = "more in one piece", "some with float32 scales", "few in float16"
@@ -180,29 +186,32 @@ def adapters() -> Iterator[Case]:
 
 def four_bits() -> Iterator[Case]:
     """Yield products with weights of four bits, of all kinds of zeros by turns."""
-    more, some, few = (int4_kernel.TILES[place] for place in (2, 1, 0))
-    for kind, (name, tile) in enumerate(zip(INT4_TILES, int4_kernel.TILES, strict=True)):
+    more, some, few = (product_tiles.TILES[place] for place in (2, 1, 0))
+    for kind, (name, tile) in enumerate(zip(INT4_TILES, product_tiles.TILES, strict=True)):
         yield _in_four_bits(name, tile, kind % 3)
     yield _in_four_bits(IN_ONE_PIECE, more._replace(is_split=False), OFFSETS)
     yield _in_four_bits(FLOAT32_SCALES, some, OFFSETS, types=dict.fromkeys(("scales", "zeros"), "*fp32"))
     yield _in_four_bits(FLOAT16, few, ZEROS, "fp16")
-    for name, rows in zip(INT4_EXPERTS, EXPERT_ROWS, strict=True):
-        codes = {"ROWS": rows, "COLUMNS": 64, "STEP": 128, "PER_GROUP": 1, "KIND": ZEROS, "MIDDLE": 0}
-        yield Case(name, int4_kernel.int4_experts_kernel, codes, "bf16", {"num_warps": 4, "num_stages": 4})
+    for name, rows, kind in zip(INT4_EXPERTS, EXPERT_ROWS, (ZEROS, TABLE, TABLE), strict=True):
+        sizes = {"ROWS": rows, "COLUMNS": 64, "STEP": 32 if kind == TABLE else 128, "PER_GROUP": 1, "BIASED": True}
+        codes = {"KIND": kind, "MIDDLE": 0, "TABLE": E2M1 if kind == TABLE else 0}
+        kernel = grouped_experts_kernel.grouped_experts_kernel
+        powers = {"scales": "*u8"} if kind == TABLE else None
+        yield Case(name, kernel, {**sizes, **codes}, "bf16", {"num_warps": 4, "num_stages": 4}, powers)
 
 
 def _in_four_bits(
-    name: str, tile: int4_kernel.Tile, kind: int, dtype: str = "bf16", types: dict[str, str] | None = None
+    name: str, tile: product_tiles.Tile, kind: int, dtype: str = "bf16", types: dict[str, str] | None = None
 ) -> Case:
     sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": 32 if kind == ZEROS else 128, "PER_GROUP": 1}
-    flags = {"TOGETHER": 8, "BIASED": True, "SPLIT": tile.is_split, "KIND": kind, "MIDDLE": 8}
+    flags = {"TOGETHER": 8, "BIASED": True, "SPLIT": tile.is_split, "KIND": kind, "MIDDLE": 8, "TABLE": 0}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return Case(name, int4_kernel.int4_kernel, {**sizes, **flags}, dtype, options, types)
+    return Case(name, grouped_kernel.grouped_kernel, {**sizes, **flags}, dtype, options, types)
 
 
 def _fp8_experts(name: str, rows: int, blocked: bool) -> Case:
     _, _, columns, warps, stages = next(tile for tile in fp8_block_kernel.TILES if rows <= tile[1])
-    constants = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "BLOCKED": blocked}
+    constants = {"ROWS": rows, "COLUMNS": columns, "SIDE": 128, "BLOCKED": blocked, "BIASED": blocked}
     options = {"num_warps": warps, "num_stages": stages}
     return Case(name, fp8_block_kernel.block_experts_kernel, constants, "bf16", options)
 

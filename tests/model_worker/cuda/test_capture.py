@@ -16,13 +16,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from model_worker.backends.fused_layers import FusedLayers
+from model_worker.cuda.encoded_experts import PROJECTIONS, GroupedExperts, put_stacks
 from model_worker.cuda.graphs import DecodeBuffers
+from model_worker.cuda.grouped_linear import TABLE
 from model_worker.cuda.mixed_graphs import MixedBuffers
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from tests.model_worker.cuda.fake_gpu import DEVICE, fake_gpu, moved
-from tests.model_worker.cuda.in_four_bits import in_four_bits
+from tests.model_worker.cuda.in_four_bits import grouped_layer, in_four_bits
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import Launches, counted_launches
 from tests.model_worker.tiny_models import VOCAB, tiny_model
@@ -139,6 +141,16 @@ def load_in_four_bits(folder: Path, layers: int = LAYERS) -> LoadedModel:
     return replace(loaded, layers=FusedLayers(replace(loaded, layers=None)))
 
 
+def load_in_mxfp4(folder: Path) -> LoadedModel:
+    """Load gpt-oss, and give it random experts that are multiplied in MXFP4."""
+    loaded = load("gpt_oss", folder, hidden_size=64, intermediate_size=64)
+    for layer in loaded.model.get_decoder().layers:
+        shapes = [getattr(layer.mlp.experts, name).shape for name in PROJECTIONS]
+        layers = [[grouped_layer(outputs, inputs, 32, TABLE) for _ in range(n)] for n, inputs, outputs in shapes]
+        put_stacks(layer.mlp.experts, [GroupedExperts(experts, torch.float32) for experts in layers])
+    return loaded
+
+
 def launched(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, Launches]:
     """Launch a decode step and one with prompts, as they are recorded."""
     with fake_gpu(monkeypatch):
@@ -186,8 +198,20 @@ def test_weights_of_four_bits_are_multiplied_in_as_many_launches(
         assert not launches.from_host
     of_layer = Counter(three[0].names) - Counter(two[0].names)
     assert of_layer.total() <= MOST_OF_A_FUSED_LAYER, of_layer
-    assert of_layer["int4_kernel"] == 4
+    assert of_layer["grouped_kernel"] == 4
     assert len(two[0].names) <= FUSED["llama"]
+
+
+def test_experts_of_gpt_oss_in_four_bits_wait_for_nothing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What orders pairs of tokens and experts costs a launch more a layer than what torch does."""
+    decode, mixed = launched(load_in_mxfp4(tmp_path_factory.getbasetemp()), monkeypatch)
+    for launches in (decode, mixed):
+        assert not launches.wide_doubles
+        assert not launches.from_host
+        assert launches.names.count("grouped_experts_kernel") == 2 * LAYERS
+    assert len(decode.names) <= MODULES["gpt_oss"] + LAYERS
 
 
 def test_what_cannot_be_recorded_is_found_out(

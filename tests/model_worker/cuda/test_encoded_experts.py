@@ -12,36 +12,39 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from model_worker.cuda import experts_trial, fp8_blocks, int4_trial, timing
-from model_worker.cuda.encoded_experts import ExpertStack, Fp8Experts, Int4Experts, forward_of, put_stacks, takes
+from model_worker.cuda import experts_trial, timing
+from model_worker.cuda.encoded_experts import ExpertStack, Fp8Experts, GroupedExperts, forward_of, put_stacks, takes
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, rounded_groups
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.int4_linear import MIDDLE, OFFSETS, ZEROS
+from model_worker.cuda.grouped_linear import MIDDLE, OFFSETS, TABLE, ZEROS
 from model_worker.cuda.routing import route
 from model_worker.loading import gpu_weights, verify
-from model_worker.loading.checkpoint import read_config
 from model_worker.loading.gpu_kinds import kind_of
-from model_worker.loading.quantized.scheme import scheme_of
-from model_worker.loading.stored import open_stored
-from model_worker.loading.weights import load_quantized
 from tests.model_worker.cuda.fake_gpu import DEVICE, fake_gpu
-from tests.model_worker.cuda.in_four_bits import int4_layer
+from tests.model_worker.cuda.in_four_bits import grouped_layer
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import counted_launches
-from tests.model_worker.loading.quantized_checkpoints import BLOCKS_OF_128, FORMATS, Format, quantize_checkpoint
+from tests.model_worker.cuda.on_gpu import loaded
+from tests.model_worker.loading.quantized_checkpoints import (
+    BLOCKS_OF_128,
+    FORMATS,
+    Format,
+    quantize_checkpoint,
+    quantize_experts,
+)
 from tests.model_worker.tiny_models import tiny_model
 
 need_triton()
 
-from model_worker.cuda import int4_kernel  # noqa: E402
+from model_worker.cuda import grouped_experts_kernel  # noqa: E402
 
 CPU = torch.device("cpu")
 EXPERTS = 5
 OUTPUTS, INPUTS = 130, 192
 
 
-def in_four_bits(kind: int) -> Int4Experts:
-    return Int4Experts([int4_layer(OUTPUTS, INPUTS, 64, kind) for _ in range(EXPERTS)], torch.float32)
+def in_four_bits(kind: int) -> GroupedExperts:
+    return GroupedExperts([grouped_layer(OUTPUTS, INPUTS, 64, kind) for _ in range(EXPERTS)], torch.float32)
 
 
 def in_fp8(blocked: bool) -> Fp8Experts:
@@ -58,6 +61,7 @@ STACKS = {
     "middle": lambda: in_four_bits(MIDDLE),
     "zeros": lambda: in_four_bits(ZEROS),
     "offsets": lambda: in_four_bits(OFFSETS),
+    "table": lambda: in_four_bits(TABLE),
     "blocks": lambda: in_fp8(True),
     "outputs": lambda: in_fp8(False),
 }
@@ -69,7 +73,7 @@ def chosen_of(tokens: int, count: int, experts: int = EXPERTS) -> Tensor:
 
 def meant(stack: ExpertStack, x: Tensor) -> Tensor:
     """Tokens as they are multiplied, f64."""
-    if isinstance(stack, Int4Experts):
+    if isinstance(stack, GroupedExperts):
         return x.double()
     codes, scales = rounded_groups(x)
     return codes.double() * scales.repeat_interleave(SIDE, 1)[:, : x.shape[1]]
@@ -86,7 +90,11 @@ def test_pairs_are_multiplied_by_their_experts(name: str, tokens: int, count: in
         x = torch.randn(rows, INPUTS)
         inputs = meant(stack, x).repeat_interleave(tokens * count // rows, 0)
         want = torch.stack([stack.matrix(e).double() @ row for e, row in zip(chosen.flatten(), inputs, strict=True)])
-        got = stack.product(x, routing)
+        bias = None
+        if rows == tokens:
+            bias = torch.randn(EXPERTS, OUTPUTS)
+            want += bias[chosen.flatten()]
+        got = stack.product(x, routing, bias)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
 
 
@@ -102,7 +110,7 @@ def test_routes_have_each_pair_once() -> None:
         routing = route(chosen, experts)
         seen: list[int] = []
         for expert, first, end in zip(*(one.tolist() for one in routing[1:4]), strict=True):
-            if expert >= 0:
+            if first < end:
                 pairs = routing.pairs[first : min(end, first + routing.rows)]
                 assert set(chosen.flatten()[pairs].tolist()) == {expert}
                 seen += pairs.tolist()
@@ -130,8 +138,8 @@ def test_a_recorded_step_may_route_anew(
     _, module = experts_module(tmp_path_factory.getbasetemp())
     hidden, inner = module.down_proj.shape[1:]
     experts = module.num_experts
-    up = Int4Experts([int4_layer(2 * inner, hidden, 32, ZEROS) for _ in range(experts)], torch.float32)
-    down = Int4Experts([int4_layer(hidden, inner, 32, ZEROS) for _ in range(experts)], torch.float32)
+    up = GroupedExperts([grouped_layer(2 * inner, hidden, 32, ZEROS) for _ in range(experts)], torch.float32)
+    down = GroupedExperts([grouped_layer(hidden, inner, 32, ZEROS) for _ in range(experts)], torch.float32)
     put_stacks(module, [up, down])
     with fake_gpu(monkeypatch):
         for stack in (up, down):
@@ -145,8 +153,8 @@ def test_a_recorded_step_may_route_anew(
             out = forward_of(module)(x, chosen, torch.empty(8, 2, device=DEVICE, dtype=torch.bfloat16))
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
     assert not launches.from_host
-    assert launches.names.count("int4_experts_kernel") == 2
-    assert len(launches.names) <= 27, launches.names
+    assert launches.names.count("grouped_experts_kernel") == 2
+    assert len(launches.names) <= 23, launches.names
 
 
 SIZES: dict[str, Any] = {
@@ -174,42 +182,15 @@ CHANNELS = Format(
 )
 # A format, sizes, the stacks that a layer's experts become, and the largest error of logits.
 CHECKPOINTS: dict[str, tuple[Format, dict[str, Any], type[ExpertStack] | None, float]] = {
-    "awq": (FORMATS["awq"], SIZES, Int4Experts, 1e-4),
-    "gptq": (FORMATS["gptq"], SIZES, Int4Experts, 1e-4),
-    "w4a16": (FORMATS["w4a16"], SIZES, Int4Experts, 1e-4),
+    "awq": (FORMATS["awq"], SIZES, GroupedExperts, 1e-4),
+    "gptq": (FORMATS["gptq"], SIZES, GroupedExperts, 1e-4),
+    "w4a16": (FORMATS["w4a16"], SIZES, GroupedExperts, 1e-4),
     "gptq in order of activations": (FORMATS["gptq in order of activations"], SIZES, None, 1e-4),
     "fp8 of blocks": (BLOCKS_OF_128, IN_BLOCKS, Fp8Experts, 0.08),
     "fp8 of outputs": (CHANNELS, SIZES, Fp8Experts, 0.08),
 }
 
 
-@pytest.fixture
-def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels are slow."""
-    monkeypatch.setattr(experts_trial, "_TRIAL_TOKENS", (1, 9))
-    monkeypatch.setattr(int4_trial, "_TRIAL_TOKENS", (1, 17))
-    monkeypatch.setattr(fp8_blocks, "_TRIAL_TOKENS", (1, 17))
-    monkeypatch.setattr(fp8_blocks, "_TRIAL_INPUTS", 2 * SIDE + 16)
-
-
-def loaded(path: Path) -> Any:
-    """The model as a GPU's worker loads it."""
-    config = read_config(path)
-    return load_quantized(
-        AutoModelForCausalLM,
-        open_stored(path),
-        scheme_of(path, config),
-        config,
-        "Qwen3Moe",
-        torch.float32,
-        CPU,
-        {},
-        lazily=False,
-        stays_on_gpu=True,
-    ).eval()
-
-
-@pytest.mark.usefixtures("small_trials")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_keeps_its_experts(
     name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -235,7 +216,36 @@ def test_a_checkpoint_keeps_its_experts(
     assert error < most
 
 
-@pytest.mark.usefixtures("small_trials")
+def test_experts_of_gpt_oss_stay_in_four_bits(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outputs for the gate and the rest take turns, matrices are transposed, and all have biases."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+    }
+    path = quantize_experts(tiny_model("gpt_oss", tmp_path_factory.getbasetemp(), **sizes), tmp_path / "q")
+    with caplog.at_level(logging.INFO):
+        model = loaded(path)
+    reference: Any = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
+    module, plain = (one.model.layers[0].mlp.experts for one in (model, reference))
+    assert plain.down_proj_bias.abs().min() > 0
+    for name in ("gate_up_proj", "down_proj"):
+        kept, meant = getattr(module, name), getattr(plain, name)
+        assert isinstance(kept, GroupedExperts)
+        assert (kept.scales.dtype, kept.shape) == (torch.uint8, meant.shape)
+        assert all(torch.equal(kept[expert], meant[expert]) for expert in range(4))
+    said = "2 weights stay of experts in four bits with groups of 32, scales of powers of two, a table"
+    assert said in caplog.text
+    assert "0 are decoded to torch.float32, 0.00 GB" in caplog.text
+    tokens = verify.tokens(model.config, CPU)
+    with torch.inference_mode():
+        error = verify.median_error(verify.eager_logits(model, tokens), verify.eager_logits(reference, tokens))
+    assert error < 1e-4
+
+
 def test_experts_that_are_multiplied_wrongly_are_decoded(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
@@ -244,8 +254,8 @@ def test_experts_that_are_multiplied_wrongly_are_decoded(
 ) -> None:
     source = tiny_model("qwen3_moe", tmp_path_factory.getbasetemp(), **SIZES)
     path = quantize_checkpoint(source, tmp_path / "q", FORMATS["awq"])
-    product = int4_kernel.multiply_experts
-    monkeypatch.setattr(int4_kernel, "multiply_experts", lambda *given: product(*given) * 1.5)
+    product = grouped_experts_kernel.multiply_experts
+    monkeypatch.setattr(grouped_experts_kernel, "multiply_experts", lambda *given: product(*given) * 1.5)
     with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
     assert "2 weights of experts in four bits with groups of 32, float16 scales, zeros are decoded" in caplog.text
@@ -253,7 +263,6 @@ def test_experts_that_are_multiplied_wrongly_are_decoded(
     assert isinstance(model.model.layers[0].mlp.experts.down_proj, Tensor)
 
 
-@pytest.mark.usefixtures("small_trials")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_experts_with_a_decoded_projection_are_decoded(
     is_known: bool,
@@ -304,7 +313,7 @@ def test_slower_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(left)
 
     def stack() -> ExpertStack:
-        return Int4Experts([int4_layer(32, 64, 32, ZEROS) for _ in range(8)], torch.bfloat16)
+        return GroupedExperts([grouped_layer(32, 64, 32, ZEROS) for _ in range(8)], torch.bfloat16)
 
     monkeypatch.setattr(experts_trial, "route", routing)
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
@@ -318,4 +327,7 @@ def test_modules_that_compute_more_are_left_alone(tmp_path_factory: pytest.TempP
     assert takes(module)
     assert not takes(torch.nn.Linear(2, 2))
     module.has_bias = True
+    assert not takes(module), "it has no biases"
+    module.has_bias = False
+    module.has_post_expert_norm = True
     assert not takes(module)

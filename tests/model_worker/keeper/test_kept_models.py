@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda.grouped_linear import GroupedLinear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.loading.checkpoint import read_config
 from model_worker.loading.kept import Keeping, identity_of
@@ -147,7 +147,7 @@ def in_fp8_blocks(linear: nn.Linear) -> BlockFp8Linear:
     return BlockFp8Linear(linear.weight.detach().to(torch.float8_e4m3fn), torch.rand(shape), linear.bias)
 
 
-def in_order(linear: nn.Linear) -> Int4Linear:
+def in_order(linear: nn.Linear) -> GroupedLinear:
     """All have one order, as those have that read the same inputs."""
     made = in_four_bits(linear)
     made.order = torch.arange(linear.in_features).flip(0).int()

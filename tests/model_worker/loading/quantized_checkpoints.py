@@ -315,7 +315,7 @@ def quantize_experts(plain: Path, path: Path) -> Path:
 
 def _save(plain: Path, path: Path, stored: dict[str, Tensor], meant: dict[str, Tensor]) -> None:
     for folder, tensors in ((path, stored), (path / "exact", meant)):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for file in ("config.json", "generation_config.json"):
             shutil.copy(plain / file, folder / file)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -15,13 +15,19 @@ from model_worker.cpu.gemm.coded_linear import CodedLinear
 from model_worker.cpu.gemm.embedding import CodedEmbedding
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.cuda.encoded_experts import GroupedExperts
+from model_worker.loading.gguf import load as gguf_load
+from model_worker.loading.gguf.load import gguf_config
+from model_worker.loading.gpu_weights import kept_on_gpu
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
+from shared.gguf.file import open_gguf
 from shared.gguf.format import TYPES, GgufError
 from tests.gguf_models import random_model, write_model
 from tests.model_worker.cpu.test_fused_stack import batches, relative, truth
 from tests.model_worker.cpu.test_fused_stack import logits as stack_logits
+from tests.model_worker.cuda.interpreter import need_triton
 
 VOCAB = 270
 SIZE: dict[str, Any] = {
@@ -284,6 +290,30 @@ def test_experts_whose_outputs_take_turns_keep_their_codes(tmp_path: Path) -> No
     error = logits(loaded.model).float() - logits(reference)
     # A router may choose another expert, since it computes in bfloat16.
     assert error.norm() < 0.1 * logits(reference).norm()
+
+
+def test_experts_whose_outputs_take_turns_keep_their_codes_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_triton()
+    from tests.model_worker.cuda.on_gpu import shorten_trials
+
+    shorten_trials(monkeypatch)
+    path = tmp_path / "model.gguf"
+    reference = written(path, "gpt_oss", "MXFP4", num_hidden_layers=1)
+
+    def kept(given: Any, skeleton: Any, _: torch.device, *rest: Any, **named: Any) -> Any:
+        return kept_on_gpu(given, skeleton, torch.device("cpu"), *rest, **named)
+
+    monkeypatch.setattr(gguf_load, "kept_on_gpu", kept)
+    file = open_gguf(path)
+    found: Any = gguf_load.load_gguf(file, gguf_config(file), "GptOss", torch.float32, torch.device("cuda"))
+    experts, meant = (model.model.layers[0].mlp.experts for model in (found, reference))
+    for name in ("gate_up_proj", "down_proj"):
+        kept_experts = getattr(experts, name)
+        assert isinstance(kept_experts, GroupedExperts)
+        assert all(torch.equal(kept_experts[number], getattr(meant, name)[number]) for number in range(4))
+    torch.testing.assert_close(logits(found.eval()), logits(reference), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_in_codes_waits_for_kernels_of_its_own(tmp_path: Path) -> None:

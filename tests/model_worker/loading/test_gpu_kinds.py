@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight, JoinedExperts
-from model_worker.cuda import int4_linear, timing
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda import grouped_linear, timing
+from model_worker.cuda.grouped_linear import GroupedLinear
 from model_worker.loading.gpu_kinds import kind_of
 from shared.weight_codes import Codes, Grouped
 from tests.model_worker.cpu.coded_weights import KINDS, some
@@ -42,7 +42,7 @@ def weight_of(name: str, scales: torch.dtype | None = None) -> Coded:
     return Coded(codes)
 
 
-def kind_and_layer(weight: EncodedWeight) -> tuple[Any, Int4Linear]:
+def kind_and_layer(weight: EncodedWeight) -> tuple[Any, GroupedLinear]:
     kind: Any = kind_of(weight, True, torch.bfloat16)
     return kind, kind.layer(weight, None)
 
@@ -53,6 +53,9 @@ def kind_and_layer(weight: EncodedWeight) -> tuple[Any, Int4Linear]:
         ("Q4_0", None, "groups of 32, float16 scales, a zero of 8"),
         ("Q4_1", None, "groups of 32, float16 scales, float16 offsets, a zero of 0"),
         ("Q4_K", None, "groups of 32, float32 scales, float32 offsets, a zero of 0"),
+        ("MXFP4", None, "groups of 32, scales of powers of two, a table"),
+        ("IQ4_NL", None, "groups of 32, float16 scales, a table"),
+        ("IQ4_XS", None, "groups of 32, float32 scales, a table"),
         ("GPTQ 4 bits", None, "groups of 128, float16 scales, zeros"),
         ("bfloat16 scales", torch.bfloat16, "groups of 64, bfloat16 scales, a zero of 8"),
         ("bfloat16 scales", None, "groups of 64, float32 scales, a zero of 8"),
@@ -61,38 +64,53 @@ def kind_and_layer(weight: EncodedWeight) -> tuple[Any, Int4Linear]:
 def test_a_kind_has_the_types_of_its_numbers(name: str, scales: torch.dtype | None, said: str) -> None:
     kind, layer = kind_and_layer(weight_of(name, scales))
     assert kind.name == f"in four bits with {said}"
-    assert layer.scales.dtype == kind.scales
+    assert layer.scales.dtype == kind.groups.scales
     if layer.zeros is not None:
-        assert layer.zeros.dtype == (kind.offsets or torch.int8)
+        assert layer.zeros.dtype == (kind.groups.offsets or torch.int8)
+
+
+def test_powers_of_two_beyond_those_of_bytes_are_kept_as_numbers() -> None:
+    weight = weight_of("MXFP4")
+    weight._codes.scales.base[-1] = 2.0**-127
+    kind, layer = kind_and_layer(weight)
+    assert kind.groups.scales == torch.uint8
+    assert layer.scales.dtype == torch.float32
+    assert torch.equal(layer.weight, torch.from_numpy(weight._codes.weight))
+    # Of experts, some have numbers, and others powers of two.
+    other = weight_of("MXFP4")
+    parts = JoinedExperts([[weight], [other]])
+    stack: Any = kind_of(parts, True, torch.bfloat16)
+    for expert, part in enumerate((weight, other)):
+        assert torch.equal(stack.layer(parts, None).matrix(expert), torch.from_numpy(part._codes.weight))
 
 
 def test_scales_that_are_finer_than_those_of_the_kind_are_kept() -> None:
     weight = weight_of("bfloat16 scales", torch.bfloat16)
     weight._codes.scales.base[-1] = 1 / 3
     kind, layer = kind_and_layer(weight)
-    assert kind.scales == torch.bfloat16
+    assert kind.groups.scales == torch.bfloat16
     assert np.array_equal(layer.scales.numpy(), weight._codes.scales.base)
 
 
 def test_experts_with_scales_of_unlike_types_have_the_widest() -> None:
     parts = [[weight_of("bfloat16 scales", dtype)] for dtype in (torch.bfloat16, torch.float16)]
     kind: Any = kind_of(JoinedExperts(parts), True, torch.bfloat16)
-    assert kind.of.scales == torch.float32
+    assert kind.of.groups.scales == torch.float32
     stack: Any = kind.layer(JoinedExperts(parts), None)
     assert stack.scales.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "GPTQ 4 bits"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "GPTQ 4 bits", "MXFP4"])
 def test_what_is_timed_is_of_the_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(name)
     kind, layer = kind_and_layer(weight)
-    timed: list[Int4Linear] = []
+    timed: list[GroupedLinear] = []
 
     def product(x: Tensor, packed: Any, order: Any, bias: Any, arrived: Any) -> Tensor:
         timed.append(packed)
         return x
 
-    monkeypatch.setattr(int4_linear, "int4_product", product)
+    monkeypatch.setattr(grouped_linear, "grouped_product", product)
     monkeypatch.setattr(timing, "milliseconds", lambda call: float(len(call())))
     assert kind.slower(weight, 1, CPU, torch.float32) == ""
     want: Any = layer.packed
@@ -101,5 +119,5 @@ def test_what_is_timed_is_of_the_kind(name: str, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
         assert got.scales.dtype == want.scales.dtype
-        assert (got.kind, got.middle) == (want.kind, want.middle)
+        assert (got.kind, got.middle, got.table) == (want.kind, want.middle, want.table)
     assert timed

@@ -12,28 +12,35 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from model_worker.cuda import int4_trial, timing
-from model_worker.cuda.int4_linear import MIDDLE, OFFSETS, ZEROS, Int4Linear, pack, step_of
+from model_worker.cuda import grouped_trial, product_tiles, timing
+from model_worker.cuda.grouped_linear import (
+    MIDDLE,
+    OFFSETS,
+    TABLE,
+    ZEROS,
+    GroupedLinear,
+    exponents_of,
+    numbers_of,
+    pack,
+    step_of,
+)
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.loading import gpu_weights, verify
-from model_worker.loading.checkpoint import read_config
 from model_worker.loading.gguf import load as gguf_load
 from model_worker.loading.gguf.load import gguf_config, load_gguf
 from model_worker.loading.gpu_weights import kept_on_gpu
 from model_worker.loading.prepare import prepare
-from model_worker.loading.quantized.scheme import scheme_of
-from model_worker.loading.stored import open_stored
-from model_worker.loading.weights import load_quantized
 from shared.gguf.file import open_gguf
 from tests.gguf_models import random_model, write_model
-from tests.model_worker.cuda.in_four_bits import int4_layer
+from tests.model_worker.cuda.in_four_bits import E2M1, IQ4, grouped_layer, in_table
 from tests.model_worker.cuda.interpreter import need_triton
+from tests.model_worker.cuda.on_gpu import loaded, shorten_trials
 from tests.model_worker.loading.quantized_checkpoints import FORMATS, quantize_checkpoint
 from tests.model_worker.tiny_models import tiny_model
 
 need_triton()
 
-from model_worker.cuda import int4_kernel  # noqa: E402
+from model_worker.cuda import grouped_kernel  # noqa: E402
 
 CPU = torch.device("cpu")
 KINDS = (MIDDLE, ZEROS, OFFSETS)
@@ -42,7 +49,7 @@ LONG = 32 * 49
 OUTPUTS = 130
 
 
-def error_of(linear: Int4Linear, x: Tensor) -> float:
+def error_of(linear: GroupedLinear, x: Tensor) -> float:
     bias = None if linear.bias is None else linear.bias.double()
     want = torch.nn.functional.linear(x.double(), linear.weight.double(), bias)
     got = linear(x)
@@ -56,24 +63,49 @@ def error_of(linear: Int4Linear, x: Tensor) -> float:
     ("inputs", "group"), [(LONG, 32), (64 * 20, 64), (1152, 128), (96 * 12, 96), (1280, 256), (1536, 1536), (64, 64)]
 )
 def test_a_product_is_that_of_the_numbers_meant(kind: int, inputs: int, group: int) -> None:
-    linear = int4_layer(OUTPUTS, inputs, group, kind)
+    linear = grouped_layer(OUTPUTS, inputs, group, kind)
     # A tile of each kind.
     for tokens in (1, 19, 40, 67):
         assert error_of(linear, torch.randn(tokens, inputs) * torch.randn(inputs).exp()) < 2e-6
 
 
+@pytest.mark.parametrize("powers", [True, False])
+def test_codes_may_have_a_table(powers: bool) -> None:
+    """All sixteen numbers, with scales that are numbers, or powers of two from the least to the largest."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4)[None].repeat(3, 1)
+    of_powers = torch.tensor([[1, 127], [127, 240], [100, 100]], dtype=torch.uint8)
+    scales = of_powers if powers else torch.rand(3, 2).half()
+    linear = in_table(pack(codes, 2), scales, E2M1 if powers else IQ4)
+    sizes = torch.exp2(of_powers.double() - 127) if powers else scales.double()
+    want = torch.tensor(E2M1 if powers else IQ4).repeat(4).double() * sizes.repeat_interleave(32, 1)
+    assert torch.equal(linear.weight.double(), want)
+    # Each input alone.
+    assert torch.equal(linear(torch.eye(64)).double(), want.T)
+    assert error_of(grouped_layer(OUTPUTS, 640, 64, TABLE), torch.randn(19, 640)) < 2e-6
+
+
+def test_scales_of_powers_of_two_are_told() -> None:
+    scales = torch.tensor([2.0**-126, 0.5, 1, 2.0**127])
+    powers = exponents_of(scales)
+    assert powers is not None
+    assert powers.tolist() == [1, 126, 127, 254]
+    assert torch.equal(numbers_of(powers), scales)
+    for other in (0.0, -1.0, 3.0, 2.0**-127, torch.inf, torch.nan):
+        assert exponents_of(torch.tensor([1.0, other])) is None
+
+
 @pytest.mark.parametrize("outputs", [1, 63, 64, 200])
 @pytest.mark.parametrize("biased", [False, True])
 def test_outputs_need_not_fill_tiles(outputs: int, biased: bool) -> None:
-    linear = int4_layer(outputs, 1024, 64, ZEROS, ordered=True, biased=biased)
+    linear = grouped_layer(outputs, 1024, 64, ZEROS, ordered=True, biased=biased)
     assert error_of(linear, torch.randn(2, 5, 1024)) < 2e-6
     assert error_of(linear, torch.randn(5, 1024).half()) < 1e-3
 
 
 def test_tokens_do_not_depend_on_those_beside_them() -> None:
     """Sums are cut at the same places, and parts are added in their order, however many tokens there are."""
-    linear = int4_layer(OUTPUTS, LONG, 32, ZEROS)
-    pieces, of_piece = int4_kernel.pieces_of(OUTPUTS, LONG, 32)
+    linear = grouped_layer(OUTPUTS, LONG, 32, ZEROS)
+    pieces, of_piece = product_tiles.pieces_of(OUTPUTS, LONG, 32)
     assert pieces > 2
     assert pieces * of_piece > LONG // 32, "the last piece is shorter"
     x = torch.randn(40, LONG)
@@ -86,10 +118,10 @@ def test_tokens_do_not_depend_on_those_beside_them() -> None:
 
 def test_counters_are_enough() -> None:
     """A weight with as many tiles of outputs as there are counters is not cut."""
-    linear = int4_layer(1, 32, 32, MIDDLE)
-    assert len(linear.arrived) == int4_kernel.PROGRAMS
+    linear = grouped_layer(1, 32, 32, MIDDLE)
+    assert len(linear.arrived) == product_tiles.PROGRAMS
     for outputs in range(64, 64 * 300, 64):
-        pieces, _ = int4_kernel.pieces_of(outputs, 1 << 15, 128)
+        pieces, _ = product_tiles.pieces_of(outputs, 1 << 15, 128)
         assert pieces == 1 or -(-outputs // 64) <= len(linear.arrived)
 
 
@@ -102,9 +134,9 @@ def test_codes_are_packed_in_steps() -> None:
 
 
 def test_layers_of_the_same_input_are_one_product() -> None:
-    for kind in KINDS:
+    for kind in (*KINDS, TABLE):
         # In pieces.
-        parts = [int4_layer(outputs, 1024, 64, kind, biased=True) for outputs in (48, 16, 40)]
+        parts = [grouped_layer(outputs, 1024, 64, kind, biased=True) for outputs in (48, 16, 40)]
         x = torch.randn(7, 1024)
         want = torch.cat([part(x) for part in parts], -1)
         joined = JoinedLinear(parts)
@@ -117,12 +149,12 @@ def test_layers_of_the_same_input_are_one_product() -> None:
 
 def test_layers_that_do_not_go_together_are_several_products() -> None:
     order = torch.randperm(128).int()
-    alike = [int4_layer(40, 128, 32, ZEROS), int4_layer(24, 128, 32, ZEROS)]
+    alike = [grouped_layer(40, 128, 32, ZEROS), grouped_layer(24, 128, 32, ZEROS)]
     for one in alike:
         one.order = order
     plain = torch.nn.Linear(128, 24, bias=False).requires_grad_(False)
-    others = [plain, int4_layer(24, 128, 32, ZEROS, ordered=True), int4_layer(24, 128, 64, ZEROS)]
-    parts = [*alike, *others, int4_layer(24, 128, 64, MIDDLE)]
+    others = [plain, grouped_layer(24, 128, 32, ZEROS, ordered=True), grouped_layer(24, 128, 64, ZEROS)]
+    parts = [*alike, *others, grouped_layer(24, 128, 64, MIDDLE)]
     x = torch.randn(3, 128)
     want = torch.cat([part(x) for part in parts], -1)
     joined = JoinedLinear(parts)
@@ -134,7 +166,8 @@ def test_a_card_is_kept_busy() -> None:
     """With few large tiles, smaller ones are taken, and as few of these are cut into pieces."""
     processors, pieces = 132, 4
     found = {
-        count: int4_kernel.tile_of(count, 4096, pieces, processors) for count in (1, 17, 64, 128, 192, 512, 1024, 4096)
+        count: product_tiles.tile_of(count, 4096, pieces, processors)
+        for count in (1, 17, 64, 128, 192, 512, 1024, 4096)
     }
     sizes = {count: (tile.rows, tile.columns, tile.is_split) for count, tile in found.items()}
     assert sizes == {
@@ -147,22 +180,22 @@ def test_a_card_is_kept_busy() -> None:
         1024: (128, 128, False),
         4096: (128, 128, False),
     }
-    assert not int4_kernel.tile_of(128, 4096, 1, processors).is_split, "there is one piece"
+    assert not product_tiles.tile_of(128, 4096, 1, processors).is_split, "there is one piece"
     for count in range(1, 2000, 50):
         for outputs in range(64, 64 * 300, 192):
-            pieces, _ = int4_kernel.pieces_of(outputs, 1 << 15, 128)
-            tile = int4_kernel.tile_of(count, outputs, pieces, 304)
-            assert not tile.is_split or tile.programs(count, outputs) <= int4_kernel.PROGRAMS
+            pieces, _ = product_tiles.pieces_of(outputs, 1 << 15, 128)
+            tile = product_tiles.tile_of(count, outputs, pieces, 304)
+            assert not tile.is_split or tile.programs(count, outputs) <= product_tiles.PROGRAMS
 
 
 def test_tokens_of_smaller_tiles_are_those_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = int4_layer(OUTPUTS, 1024, 64, ZEROS)
+    linear = grouped_layer(OUTPUTS, 1024, 64, ZEROS)
     x = torch.randn(70, 1024)
     found = []
     for processors in (1, 4, 132):
-        monkeypatch.setattr(int4_kernel, "_processors", lambda _, processors=processors: processors)
+        monkeypatch.setattr(grouped_kernel, "processors_of", lambda _, processors=processors: processors)
         found.append(linear(x))
-    tiles = {int4_kernel.tile_of(70, OUTPUTS, 2, processors)[1:] for processors in (1, 4, 132)}
+    tiles = {product_tiles.tile_of(70, OUTPUTS, 2, processors)[1:] for processors in (1, 4, 132)}
     assert len(tiles) == 3
     want = x.double() @ linear.weight.double().T
     assert float((found[0].double() - want).abs().max() / want.abs().max()) < 2e-6
@@ -173,31 +206,30 @@ def test_tokens_of_smaller_tiles_are_those_of_large_ones(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tokens_have_no_products(kind: int) -> None:
-    assert int4_layer(40, 128, 32, kind)(torch.empty(0, 128)).shape == (0, 40)
+    assert grouped_layer(40, 128, 32, kind)(torch.empty(0, 128)).shape == (0, 40)
 
 
 @pytest.fixture
 def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels are slow."""
-    monkeypatch.setattr(int4_trial, "_TRIAL_TOKENS", (1, 17))
+    shorten_trials(monkeypatch)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(MIDDLE, torch.float32), (ZEROS, torch.float16), (OFFSETS, torch.float16)])
 def test_this_machine_multiplies_them(kind: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4_trial, "_TRIAL_TOKENS", (1, 17, 40, 130))
-    assert int4_trial.unsupported(int4_layer(70, 1024, 128, kind, ordered=True), CPU, dtype) == ""
+    monkeypatch.setattr(grouped_trial, "_TRIAL_TOKENS", (1, 17, 40, 130))
+    assert grouped_trial.unsupported(grouped_layer(70, 1024, 128, kind, ordered=True), CPU, dtype) == ""
 
 
 @pytest.mark.usefixtures("small_trials")
 def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = int4_kernel.multiply
-    linear = int4_layer(70, 256, 64, ZEROS, ordered=True)
+    product = grouped_kernel.multiply
+    linear = grouped_layer(70, 256, 64, ZEROS, ordered=True)
 
     def missing(*_: Any) -> Tensor:
         raise RuntimeError("no compiler here\nbacktrace")
 
-    monkeypatch.setattr(int4_kernel, "multiply", missing)
-    assert int4_trial.unsupported(linear, CPU, torch.float32) == "no compiler here"
+    monkeypatch.setattr(grouped_kernel, "multiply", missing)
+    assert grouped_trial.unsupported(linear, CPU, torch.float32) == "no compiler here"
     for wrong in (
         lambda x, packed, *rest: product(x, packed._replace(scales=packed.scales.flip(1)), *rest),
         lambda x, packed, *rest: product(x, packed._replace(zeros=packed.zeros.roll(1, 0)), *rest),
@@ -205,13 +237,13 @@ def test_what_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda x, *rest: product(x, *rest).roll(1, 0) if len(x) > 16 else product(x, *rest),
         lambda x, *rest: product(x, *rest) * torch.nan,
     ):
-        monkeypatch.setattr(int4_kernel, "multiply", wrong)
-        assert "wrong by" in int4_trial.unsupported(linear, CPU, torch.float32)
-    monkeypatch.setattr(int4_kernel, "multiply", lambda x, *rest: product(x, *rest) * (1 + len(x) % 2 * 1e-4))
-    assert "depend on those beside them" in int4_trial.unsupported(linear, CPU, torch.float32)
+        monkeypatch.setattr(grouped_kernel, "multiply", wrong)
+        assert "wrong by" in grouped_trial.unsupported(linear, CPU, torch.float32)
+    monkeypatch.setattr(grouped_kernel, "multiply", lambda x, *rest: product(x, *rest) * (1 + len(x) % 2 * 1e-4))
+    assert "depend on those beside them" in grouped_trial.unsupported(linear, CPU, torch.float32)
     calls = iter(range(100))
-    monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) + 1e-4 * next(calls))
-    assert "not the same each time" in int4_trial.unsupported(linear, CPU, torch.float32)
+    monkeypatch.setattr(grouped_kernel, "multiply", lambda *given: product(*given) + 1e-4 * next(calls))
+    assert "not the same each time" in grouped_trial.unsupported(linear, CPU, torch.float32)
 
 
 def test_a_slower_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +257,7 @@ def test_a_slower_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
             return next(left)
 
         monkeypatch.setattr(timing, "milliseconds", milliseconds)
-        return int4_trial.slower(lambda: int4_layer(32, 64, 32, OFFSETS), (32, 64), CPU, torch.float32)
+        return grouped_trial.slower(lambda: grouped_layer(32, 64, 32, OFFSETS), (32, 64), CPU, torch.float32)
 
     assert trial(1.0, 4.0, 1.0, 4.0, 4.1, 4.0, 4.0, 4.0, 4.0, 4.0) == ""
     assert trial(*[4.0] * 8, 5.0, 4.0) == "a product of 1024 tokens takes 5 ms, and 4 ms with a decoded weight"
@@ -244,16 +276,8 @@ OF_FOUR_BITS = (
     "w4a16",
     "w4a16 with zeros",
     "w4a16 in order of activations",
+    "mxfp4 of compressed-tensors",
 )
-
-
-def loaded(path: Path) -> Any:
-    """The model as a GPU's worker loads it."""
-    config = read_config(path)
-    scheme = scheme_of(path, config)
-    return load_quantized(
-        AutoModelForCausalLM, open_stored(path), scheme, config, "Llama", torch.float32, CPU, {}, False, True
-    ).eval()
 
 
 def error_of_model(model: Any, reference: Any) -> float:
@@ -262,7 +286,6 @@ def error_of_model(model: Any, reference: Any) -> float:
         return verify.median_error(verify.eager_logits(model, tokens), verify.eager_logits(reference, tokens))
 
 
-@pytest.mark.usefixtures("small_trials")
 @pytest.mark.parametrize("name", [*OF_FOUR_BITS, "gptq 8 bits", "nvfp4"])
 def test_a_checkpoint_keeps_its_codes(
     name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -273,11 +296,11 @@ def test_a_checkpoint_keeps_its_codes(
     with caplog.at_level(logging.INFO):
         model = loaded(path)
     reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
-    kept = {key: module for key, module in model.named_modules() if isinstance(module, Int4Linear)}
+    kept = {key: module for key, module in model.named_modules() if isinstance(module, GroupedLinear)}
     assert len(kept) == (7 if name in OF_FOUR_BITS else 0)
     for key, module in kept.items():
         assert torch.equal(module.weight, reference.get_submodule(key).weight)
-        assert module.scales.itemsize == 2, "scales are as narrow as those of the file"
+        assert module.scales.itemsize == (1 if name.startswith("mxfp4") else 2), "scales are as narrow as the file's"
     if kept:
         assert "7 weights stay in four bits with groups of 32, " in caplog.text
         assert "0 are decoded to torch.float32, 0.00 GB" in caplog.text
@@ -287,7 +310,6 @@ def test_a_checkpoint_keeps_its_codes(
     assert served.attention_name == "reference"
 
 
-@pytest.mark.usefixtures("small_trials")
 def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
@@ -296,8 +318,8 @@ def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
 ) -> None:
     source = tiny_model("llama", tmp_path_factory.getbasetemp(), **SIZES, num_hidden_layers=1)
     path = quantize_checkpoint(source, tmp_path / "q", FORMATS["awq"])
-    product = int4_kernel.multiply
-    monkeypatch.setattr(int4_kernel, "multiply", lambda *given: product(*given) * 1.5)
+    product = grouped_kernel.multiply
+    monkeypatch.setattr(grouped_kernel, "multiply", lambda *given: product(*given) * 1.5)
     with caplog.at_level(logging.INFO, gpu_weights.__name__):
         model = loaded(path)
     said = "groups of 32, float16 scales, zeros are decoded, which takes 0.00 GB, since products of 1 tokens are"
@@ -323,6 +345,6 @@ def test_a_gguf_file_keeps_its_codes(kind: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(gguf_load, "kept_on_gpu", kept)
     file = open_gguf(path)
     found: Any = load_gguf(file, gguf_config(file), "Llama", torch.float32, torch.device("cuda"))
-    fours = [module for module in found.modules() if isinstance(module, Int4Linear)]
+    fours = [module for module in found.modules() if isinstance(module, GroupedLinear)]
     assert len(fours) == (0 if kind == "Q6_K" else 8)
     assert error_of_model(found.eval(), exact.eval()) < 1e-4

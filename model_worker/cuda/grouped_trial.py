@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from model_worker.cuda import timing
 from model_worker.cuda.fp8_linear import TOLERANCE
-from model_worker.cuda.int4_linear import Int4Linear
+from model_worker.cuda.grouped_linear import GroupedLinear
 
 # Of each kind of tile, and of several. Outputs are rounded to the model's type once.
 _TRIAL_TOKENS = (1, 17, 40, 130, 1200)
@@ -20,7 +20,7 @@ _TIMED_TOKENS = (1, 16, 64, 128, 1024)
 
 
 def unsupported(
-    linear: Int4Linear, device: torch.device, dtype: torch.dtype, tokens: tuple[int, ...] | None = None
+    linear: GroupedLinear, device: torch.device, dtype: torch.dtype, tokens: tuple[int, ...] | None = None
 ) -> str:
     """Say why a device does not multiply tokens of `dtype` by this layer's weight as it should; empty if it does.
 
@@ -53,7 +53,7 @@ def unsupported(
     return ""
 
 
-def slower(make: Callable[[], Int4Linear], shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str:
+def slower(make: Callable[[], GroupedLinear], shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str:
     """Say that products with a layer of this shape [out, in], which is made, take longer than with a decoded weight, on
     a GPU; empty if not."""
     return timing.slower(make, shape, dtype, device, _TIMED_TOKENS)
