@@ -24,7 +24,10 @@ LANES = (API, KERNELS, SYSTEM, SERVING)
 COLD_START = "system/test_cold_start.py"
 
 # These compute, but at the end of the lane that ends first: the other one has made its kernels by then.
-LAST_OF_API = ("benchmarks/test_perplexity.py", "model_worker/cuda", "model_worker/recurrent")
+LAST_OF_API = (
+    "benchmarks/test_perplexity.py",
+    *(f"model_worker/{folder}" for folder in ("cuda", "hearing", "pixels", "recurrent")),
+)
 
 _IN_PROCESS = (
     *("ahead", "deterministic", "drafts", "greedy_equality", "hidden_states", "image_equality", "llm"),
