@@ -25,8 +25,9 @@ RECORD = np.dtype(
         ("repetition", np.float64),
         ("rules", np.int64),  # where its rules begin among the lists of all rows,
         ("rule_count", np.int64),  # and how many there are
-        ("restricts", np.int64),  # bits of WHILE_FREE and so on
+        ("restricts", np.int64),  # bits of RESTRICTED and LIMITED
         ("may_stop_at", np.int64),  # the first position at which the row may end
+        ("changed", np.int64),  # the row's place among those whose logits change, or -1
         ("report", np.int64),  # the row's place among those that report, or -1
         ("logprobs", np.int64),  # a LogprobMode; NONE: nothing is reported
         ("top_logprobs", np.int64),  # how many of the most probable tokens are
@@ -37,9 +38,8 @@ RECORD = np.dtype(
 """Values that a sampler keeps as float32 are exact as float64."""
 NAMES = RECORD.names or ()
 
-# Bits of `restricts`: some tokens may not come once the row may end, or before that; and none but those that are
-# allowed.
-WHILE_FREE, WHILE_HELD, LIMITED = 1, 2, 4
+# Bits of `restricts`: some tokens may not come, or none but those that are allowed.
+RESTRICTED, LIMITED = 1, 2
 # A rule is eight bytes: a bias as float32 in the upper half, and below it a token with these bits.
 TOKEN_BITS = 28
 STOPS, BAD, ALLOWED = 1 << 28, 1 << 29, 1 << 30

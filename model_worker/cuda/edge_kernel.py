@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from model_worker.cuda.draw_rows import (
+    CHANGED,
     GREEDY,
     LOG_MIN_P,
     LOGPROBS,
@@ -187,16 +188,17 @@ def _edge_among(source, count, top, temperature, k, p, least, total, width, BLOC
     return _value(key), tl.where(tied >= equal - more, width, tied)
 
 
-@_jit(do_not_specialize=["tiles"])
-def edge_kernel(
+@_jit
+def _write_edge(
     edges,
     ties,
-    row_tops,
     scratch,
     tops,
-    logits,
+    source,
     records,
-    row_stride,
+    row,
+    top,
+    is_finite,
     width,
     tiles,
     TILE: tl.constexpr,
@@ -204,14 +206,7 @@ def edge_kernel(
     BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Find where a row's kept tokens end: all above edges[row], and the first ties[row] of those equal to it.
-
-    `ties` is the width where all of them are kept; row_tops[row] is the row's largest logit, or NaN where nothing is
-    drawn and the mass of kept tokens is not reported. Programs: row.
-    """
-    row = tl.program_id(0)
-    source = logits + row.to(tl.int64) * row_stride
-    top, is_finite = largest_of_row(tops, row, tiles, TILES)
+    """Find where the kept tokens of a row end, whose logits are `source`."""
     temperature = real(records, row, TEMPERATURE).to(tl.float32)
     k = integer(records, row, TOP_K).to(tl.int32)
     p = real(records, row, TOP_P)
@@ -238,5 +233,45 @@ def edge_kernel(
             edge, tied = _edge_among(source, width, top, temperature, k, p, least, total, width, BLOCK)
     tl.store(edges + row, edge)
     tl.store(ties + row, tied)
+
+
+@_jit(do_not_specialize=["tiles"])
+def edge_kernel(
+    edges,
+    ties,
+    row_tops,
+    scratch,
+    tops,
+    logits,
+    changed,
+    records,
+    row_stride,
+    changed_stride,
+    width,
+    tiles,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Find where a row's kept tokens end: all above edges[row], and the first ties[row] of those equal to it.
+
+    `ties` is the width where all of them are kept; row_tops[row] is the row's largest logit, or NaN where nothing is
+    drawn and the mass of kept tokens is not reported. Rows may have their logits in `changed`. Programs: row.
+    """
+    row = tl.program_id(0)
+    source = logits + row.to(tl.int64) * row_stride
+    top, is_finite = largest_of_row(tops, row, tiles, TILES)
+    # Their types differ: each has its own code.
+    place = integer(records, row, CHANGED)
+    if place >= 0:
+        own = changed + place * changed_stride
+        _write_edge(
+            edges, ties, scratch, tops, own, records, row, top, is_finite, width, tiles, TILE, TILES, BLOCK, ROOM
+        )
+    else:
+        _write_edge(
+            edges, ties, scratch, tops, source, records, row, top, is_finite, width, tiles, TILE, TILES, BLOCK, ROOM
+        )
     is_read = (integer(records, row, GREEDY) == 0) | (integer(records, row, LOGPROBS) == WARPED)
     tl.store(row_tops + row, tl.where(is_finite & is_read, top, float("nan")))

@@ -2,7 +2,8 @@
 tile.
 
 With these the other kernels of a draw skip tiles that have nothing to draw from. For rows that report log-probabilities
-it sums up each tile, too. Knows columns; knows no requests and no batch.
+it sums up each tile, too. Rules give way where they leave a row no token, as `token_rules.py` says: the last program of
+such a row does it again. Knows columns; knows no requests and no batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from model_worker.cuda import draw_record
 from model_worker.cuda.draw_rows import (
+    CHANGED,
     FREQUENCY,
     LOGPROBS,
     MASK,
@@ -40,11 +42,12 @@ _TOKENS = tl.constexpr((1 << draw_record.TOKEN_BITS) - 1)
 _STOPS = tl.constexpr(draw_record.STOPS)
 _BAD = tl.constexpr(draw_record.BAD)
 _ALLOWED = tl.constexpr(draw_record.ALLOWED)
-_WHILE_FREE = tl.constexpr(draw_record.WHILE_FREE)
-_WHILE_HELD = tl.constexpr(draw_record.WHILE_HELD)
+_RESTRICTED = tl.constexpr(draw_record.RESTRICTED)
 _LIMITED = tl.constexpr(draw_record.LIMITED)
 # Rules that are applied at a time.
 _RULES = tl.constexpr(128)
+# What a program adds to its row's count of arrivals if its part has a token that is left.
+_LEFT = tl.constexpr(1 << 16)
 
 
 @_jit
@@ -76,7 +79,7 @@ def _penalised(x, number, records, row):
 
 @_jit
 def _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, inside, COPY: tl.constexpr):
-    """Return a row's logits at some tokens, masked, and with COPY penalised."""
+    """Return a row's logits at some tokens, masked, and with COPY penalised, if the row has counts."""
     x = tl.load(source + at, mask=inside, other=float("-inf")).to(tl.float32)
     if mask >= 0:
         x = _allowed(x, source, masks + mask * words, at, inside & (at // 32 < words))
@@ -116,15 +119,15 @@ def _write_ruled(
     count_stride,
     start,
     width,
+    holds,
+    restricts,
+    adds,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write a part of a row, from token `start` on, as the row's rules have it: biases are added, and what may not come
-    is -inf."""
-    is_held = integer(records, row, POSITION) < integer(records, row, MAY_STOP_AT)
-    restricts = integer(records, row, RESTRICTS)
-    limited = (restricts & _LIMITED) != 0
-    restricts = (restricts & tl.where(is_held, _WHILE_HELD, _WHILE_FREE)) != 0
+    """Write a part of a row, from token `start` on, as the row's rules have it: with `adds` biases are added, and -inf
+    is what may not come. `holds`: the row may not end. `restricts`: tokens are bad, or others are allowed."""
+    limited = (integer(records, row, RESTRICTS) & _LIMITED) != 0
     for block in range(BLOCKS):
         at = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = at < width
@@ -141,57 +144,61 @@ def _write_ruled(
         rule = tl.load(rules + place, mask=own, other=0)
         at = (rule & _TOKENS).to(tl.int32)
         x = _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, own, True)
-        x = x + (rule >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        forbidden = is_held & ((rule & _STOPS) != 0)
+        x = tl.where(adds, x + (rule >> 32).to(tl.int32).to(tl.float32, bitcast=True), x)
+        forbidden = holds & ((rule & _STOPS) != 0)
         forbidden = forbidden | (restricts & ((rule & _BAD) != 0))
         forbidden = forbidden | (restricts & limited & ((rule & _ALLOWED) == 0))
         tl.store(to + at, tl.where(forbidden, float("-inf"), x), mask=own)
     tl.debug_barrier()
 
 
-@_jit(do_not_specialize=["words", "tiles", "masked", "penalised", "ruled"])
-def extremes_kernel(
+@_jit
+def _write_extremes(tops, firsts, masses, x, at, place, reports, temperature):
+    """Write what is known of a tile."""
+    largest = tl.max(tl.where(x == x, x, float("-inf")), 0)
+    first = tl.min(tl.where(x == largest, at, 2147483647), 0)
+    is_number = tl.sum((x != x).to(tl.int32), 0) == 0
+    tl.store(tops + place, tl.where(is_number, largest, float("nan")))
+    tl.store(firsts + place, first)
+    if reports:
+        below = tl.where(x > float("-inf"), scaled(x, largest, temperature), float("-inf"))
+        tl.store(masses + place, tl.sum(tl.exp(below).to(tl.float64), 0))
+
+
+@_jit
+def _give_way(
     tops,
     firsts,
     masses,
-    changed,
-    logits,
-    records,
-    masks,
-    counts,
+    to,
     lists,
-    row_stride,
-    changed_stride,
+    source,
+    records,
+    row,
+    masks,
+    mask,
+    words,
+    counts,
+    slot,
     count_stride,
     width,
-    words,
     tiles,
-    masked,
-    penalised,
-    ruled,
-    COPY: tl.constexpr,
+    holds,
+    restricts,
+    reports,
+    temperature,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Find the largest logit of each tile of BLOCK tokens, NaN if one is no number, and its first token; and for rows
-    that report as TEMPERED the sum of exponentials of what is below it, scaled.
+    """Write a whole row again, whose rules leave nothing.
 
-    Where `masked` is not 0 the forbidden logits become -inf in place; with COPY `changed` gets the logits as float32,
-    where `penalised` is not 0 penalised, and where `ruled` is not 0 as rules have them. Programs: row, part of BLOCKS
-    tiles.
+    Stage 0 finds whether all but the ends is -inf by itself: then the row may end. Stage 1 tries again with what
+    restricts tokens, and stage 2 is without.
     """
-    row = tl.program_id(0)
-    source = logits + row.to(tl.int64) * row_stride
-    to = changed + row.to(tl.int64) * changed_stride
-    mask = tl.where(masked != 0, integer(records, row, MASK), -1)
-    slot = tl.where(penalised != 0, integer(records, row, SLOT), -1)
-    reports = integer(records, row, LOGPROBS) == TEMPERED
-    temperature = real(records, row, TEMPERATURE).to(tl.float32)
-    has_rules = False
-    if COPY:
-        has_rules = (ruled != 0) & (integer(records, row, RULE_COUNT) > 0)
-        if has_rules:
-            start = tl.program_id(1) * BLOCKS * BLOCK
+    stage = tl.where(holds, 0, 1)
+    while stage < 3:
+        left = tl.zeros([], tl.int32)
+        for start in range(0, tiles * BLOCK, BLOCK * BLOCKS):
             _write_ruled(
                 to,
                 lists,
@@ -206,25 +213,133 @@ def extremes_kernel(
                 count_stride,
                 start,
                 width,
+                holds,
+                restricts & (stage == 1),
+                stage > 0,
                 BLOCK,
                 BLOCKS,
             )
+            for tile in range(start // BLOCK, tl.minimum(start // BLOCK + BLOCKS, tiles)):
+                at = tile * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(to + at, mask=at < width, other=float("-inf"))
+                _write_extremes(tops, firsts, masses, x, at, row * tiles + tile, reports, temperature)
+                left += tl.sum((x != float("-inf")).to(tl.int32), 0)
+        # All threads have read before the next stage writes.
+        tl.debug_barrier()
+        holds = holds & ((stage > 0) | (left > 0))
+        stage = tl.where((stage > 0) & (left > 0), 3, stage + 1)
+
+
+@_jit(do_not_specialize=["words", "tiles", "masked"])
+def extremes_kernel(
+    tops,
+    firsts,
+    masses,
+    arrived,
+    changed,
+    logits,
+    records,
+    masks,
+    counts,
+    lists,
+    row_stride,
+    changed_stride,
+    count_stride,
+    width,
+    words,
+    tiles,
+    masked,
+    COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Find the largest logit of each tile of BLOCK tokens, NaN if one is no number, and its first token; and for rows
+    that report as TEMPERED the sum of exponentials of what is below it, scaled.
+
+    Where `masked` is not 0 the forbidden logits become -inf in place; with COPY `changed` gets the logits of rows that
+    have a place there, as float32, penalised and as rules have them. `arrived` i32[rows] is 0 before and after.
+    Programs: row, part of BLOCKS tiles.
+    """
+    row = tl.program_id(0)
+    source = logits + row.to(tl.int64) * row_stride
+    mask = tl.where(masked != 0, integer(records, row, MASK), -1)
+    reports = integer(records, row, LOGPROBS) == TEMPERED
+    temperature = real(records, row, TEMPERATURE).to(tl.float32)
+    start = tl.program_id(1) * BLOCKS * BLOCK
+    place = integer(records, row, CHANGED)
+    slot = integer(records, row, SLOT)
+    to = changed + place * changed_stride
+    has_rules = False
+    if COPY:
+        has_rules = integer(records, row, RULE_COUNT) > 0
+        holds = integer(records, row, POSITION) < integer(records, row, MAY_STOP_AT)
+        restricts = (integer(records, row, RESTRICTS) & _RESTRICTED) != 0
+        if has_rules:
+            _write_ruled(
+                to,
+                lists,
+                source,
+                records,
+                row,
+                masks,
+                mask,
+                words,
+                counts,
+                slot,
+                count_stride,
+                start,
+                width,
+                holds,
+                restricts,
+                True,
+                BLOCK,
+                BLOCKS,
+            )
+    left = tl.zeros([], tl.int32)
     for block in range(BLOCKS):
         tile = tl.program_id(1) * BLOCKS + block
         at = tile * BLOCK + tl.arange(0, BLOCK)
         inside = at < width
         if has_rules:
             x = tl.load(to + at, mask=inside, other=float("-inf")).to(tl.float32)
+            left += tl.sum((x != float("-inf")).to(tl.int32), 0)
         else:
             x = _logits(source, records, row, masks, mask, words, counts, slot, count_stride, at, inside, COPY)
-            if COPY:
-                tl.store(to + at, x, mask=inside)
+            if COPY:  # noqa: SIM102 - it is known when this is compiled, and the place is not
+                if place >= 0:
+                    tl.store(to + at, x, mask=inside)
         if tile < tiles:
-            largest = tl.max(tl.where(x == x, x, float("-inf")), 0)
-            first = tl.min(tl.where(x == largest, at, 2147483647), 0)
-            is_number = tl.sum((x != x).to(tl.int32), 0) == 0
-            tl.store(tops + row * tiles + tile, tl.where(is_number, largest, float("nan")))
-            tl.store(firsts + row * tiles + tile, first)
-            if reports:
-                below = tl.where(x > float("-inf"), scaled(x, largest, temperature), float("-inf"))
-                tl.store(masses + row * tiles + tile, tl.sum(tl.exp(below).to(tl.float64), 0))
+            _write_extremes(tops, firsts, masses, x, at, row * tiles + tile, reports, temperature)
+    if COPY:  # noqa: SIM102
+        if has_rules:
+            # All threads have written before one of them counts.
+            tl.debug_barrier()
+            counted = 1 + tl.where(left > 0, _LEFT, 0)
+            found = tl.atomic_add(arrived + row, counted, sem="acq_rel") + counted
+            if found % _LEFT == tl.num_programs(1):
+                tl.store(arrived + row, 0)
+                if found < _LEFT:
+                    _give_way(
+                        tops,
+                        firsts,
+                        masses,
+                        to,
+                        lists,
+                        source,
+                        records,
+                        row,
+                        masks,
+                        mask,
+                        words,
+                        counts,
+                        slot,
+                        count_stride,
+                        width,
+                        tiles,
+                        holds,
+                        restricts,
+                        reports,
+                        temperature,
+                        BLOCK,
+                        BLOCKS,
+                    )

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from model_worker.cuda.draw_rows import GREEDY, PLACE, REPORT, SLOT, integer, largest_of_row
+from model_worker.cuda.draw_rows import CHANGED, GREEDY, PLACE, REPORT, SLOT, integer, largest_of_row
 from model_worker.cuda.report_rows import report
 
 # triton leaves its decorator untyped.
@@ -33,9 +33,11 @@ def finish_kernel(
     scores,
     picked,
     logits,
+    changed,
     lists,
     records,
     row_stride,
+    changed_stride,
     count_stride,
     width,
     tiles,
@@ -55,6 +57,7 @@ def finish_kernel(
     It is the first of the largest logit, or of the largest score where the step `draws` and the row is not greedy.
     `keeps`: the last token of the row's place becomes it, and 0 for a bad row. `counted`: it is counted, if the row
     counts. With REPORTS a row that reports has the next `report_words` of `reports`; of a bad row these are anything.
+    Rows may have their logits in `changed`.
     """
     row = tl.program_id(0)
     top, is_finite = largest_of_row(tops, row, tiles, TILES)
@@ -81,25 +84,51 @@ def finish_kernel(
         place = integer(records, row, REPORT)
         if is_finite & (place >= 0):
             source = logits + row.to(tl.int64) * row_stride
-            to_report = reports + place * report_words
-            report(
-                to_report,
-                token,
-                source,
-                tops,
-                masses,
-                kept_masses,
-                edges,
-                ties,
-                lists,
-                records,
-                row,
-                top,
-                most,
-                width,
-                tiles,
-                parts,
-                TILES,
-                PARTS,
-                BLOCK,
-            )
+            to = reports + place * report_words
+            # Their types differ: each has its own code.
+            changed_place = integer(records, row, CHANGED)
+            if changed_place >= 0:
+                own = changed + changed_place * changed_stride
+                report(
+                    to,
+                    token,
+                    own,
+                    tops,
+                    masses,
+                    kept_masses,
+                    edges,
+                    ties,
+                    lists,
+                    records,
+                    row,
+                    top,
+                    most,
+                    width,
+                    tiles,
+                    parts,
+                    TILES,
+                    PARTS,
+                    BLOCK,
+                )
+            else:
+                report(
+                    to,
+                    token,
+                    source,
+                    tops,
+                    masses,
+                    kept_masses,
+                    edges,
+                    ties,
+                    lists,
+                    records,
+                    row,
+                    top,
+                    most,
+                    width,
+                    tiles,
+                    parts,
+                    TILES,
+                    PARTS,
+                    BLOCK,
+                )

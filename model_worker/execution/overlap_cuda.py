@@ -71,7 +71,7 @@ class OverlapCuda:
                 masks, failed = grammars.of(rows)
                 shared.refused |= failed
                 arrays = shared.sampler.arrays(rows, packed.positions, masks)
-                # Rows have gone on, a mask is missing, or it leaves nothing but what other rules forbid.
+                # Rows have gone on, or a mask is missing.
                 if not np.array_equal(arrays[0], drawing[0]):
                     there = tuple(upload_together(arrays, logits.device))
             errors = shared.refusals(rows)

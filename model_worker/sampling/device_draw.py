@@ -20,7 +20,6 @@ from model_worker.sampling import draw_cuda
 from model_worker.sampling.ahead import Ahead, AskingRows, with_reports
 from model_worker.sampling.columns import forbid
 from model_worker.sampling.device_penalties import DevicePenaltyStage
-from model_worker.sampling.device_rules import DeviceRuleStage
 from model_worker.sampling.draw_records import RecordTable, RowMasks
 from model_worker.sampling.draw_triton import DrawStep, TritonDraw
 from model_worker.sampling.row_values import choices_of
@@ -59,9 +58,8 @@ class DeviceDraw:
     """Draws without a wait. `stages` and `records` are the sampler's own, and change."""
 
     stages: Sequence[AnyStage]
-    # Those that kernels know; None: the device is a CPU's, and has operations alone.
+    # Whose counts kernels take; None: the device is a CPU's, and has operations alone.
     penalties: DevicePenaltyStage | None
-    rules: DeviceRuleStage | None
     records: RecordTable
     # Bitmasks of the steps in flight.
     lent_masks: HostRing
@@ -81,13 +79,13 @@ class DeviceDraw:
     def _by_kernels(
         self, kernels: TritonDraw, logits: torch.Tensor, step: RowsAhead, asked: AskingRows | None
     ) -> Ahead:
-        penalties, rules = self.penalties, self.rules
+        penalties = self.penalties
         size = None if asked is None else asked.size(logits.shape[1])
         drawing = DrawStep(
             records=step.records,
             draws=bool((step.drawn | (step.values["logprobs"] == LogprobMode.WARPED)).any()),
             counts=penalties.counts if penalties is not None and penalties.holds(step.rows) else None,
-            rules=rules is not None and rules.holds(step.rows),
+            changes=self.records.changing(step.rows),
             lists=step.lists,
             reports=size,
             last_tokens=step.last_tokens,

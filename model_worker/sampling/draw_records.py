@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from interfaces import LogprobMode
 from model_worker.cuda.draw_record import NAMES, RECORD
 
-_POSITION, _MASK, _REPORT, _LOGPROBS = (NAMES.index(name) for name in ("position", "mask", "report", "logprobs"))
+_OF_A_STEP = ("position", "mask", "changed", "report", "logprobs")
+_POSITION, _MASK, _CHANGED, _REPORT, _LOGPROBS = (NAMES.index(name) for name in _OF_A_STEP)
 _OF_THE_SAMPLER = ("seed", "greedy", "temperature", "top_k", "top_p", "log_min_p")
-_FREE = {"greedy": 1, "temperature": 1.0, "mask": -1, "slot": -1, "report": -1}
+_FREE = {"greedy": 1, "temperature": 1.0, "mask": -1, "slot": -1, "changed": -1, "report": -1}
 _NO_LIST = np.empty(0, np.int64)
 
 
@@ -43,6 +44,8 @@ class RecordTable:
         self._changed = False
         self._there: torch.Tensor | None = None
         self._reporting: set[int] = set()
+        # Which rows have penalties or rules.
+        self._changing = np.zeros(max_rows, np.bool_)
         for row in range(max_rows):
             self.drop(row)
 
@@ -62,6 +65,7 @@ class RecordTable:
     def penalise(self, row: int, slot: int, penalties: np.void) -> None:
         """Give a row its penalties, and the place of its counts."""
         self.table["slot"][row] = slot
+        self._changing[row] = True
         for name in ("whole_sequence", "frequency", "presence", "repetition"):
             self.table[name][row] = penalties[name]
 
@@ -69,6 +73,7 @@ class RecordTable:
         """Give a row its rules on tokens, and how far they are in force."""
         self.table["restricts"][row] = restricts
         self.table["may_stop_at"][row] = may_stop_at
+        self._changing[row] = True
         self._list(row, rules, self._lists.get(row, (_NO_LIST, _NO_LIST))[1])
 
     def drop(self, row: int) -> None:
@@ -80,6 +85,7 @@ class RecordTable:
             self.table[name][row] = value
         self._lists.pop(row, None)
         self._reporting.discard(row)
+        self._changing[row] = False
 
     def arrays(
         self, rows: NDArray[np.int32], positions: NDArray[np.int64], masked: NDArray[np.int64] | None = None
@@ -94,9 +100,15 @@ class RecordTable:
         if self._reporting:
             reporting = np.flatnonzero(records[:, _LOGPROBS])
             records[reporting, _REPORT] = np.arange(len(reporting))
+        changing = np.flatnonzero(self._changing[rows])
+        records[changing, _CHANGED] = np.arange(len(changing))
         if masked is not None:
             records[masked, _MASK] = np.arange(len(masked))
         return records, lists
+
+    def changing(self, rows: NDArray[np.int32]) -> int:
+        """Return how many of these rows have penalties or rules."""
+        return int(self._changing[rows].sum())
 
     def lists(self, sent: torch.Tensor) -> torch.Tensor | None:
         """Return the lists of all rows on the device, of which `sent` are the last that went there."""

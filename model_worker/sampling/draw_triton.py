@@ -37,11 +37,11 @@ class DrawStep:
     draws: bool
     # Bitmasks i32[n, words] of rows.
     masks: torch.Tensor | None = None
+    # How many rows have penalties, or rules on tokens: the others' logits stay as they are.
+    changes: int = 0
     # Counts i32[slots, width] of tokens, where rows are penalised.
     counts: torch.Tensor | None = None
-    # Whether rows have rules on tokens.
-    rules: bool = False
-    # i64: those rules, and tokens that rows name.
+    # i64: rules of rows, and tokens that they name.
     lists: torch.Tensor | None = None
     # What is reported beside tokens.
     reports: ReportSize | None = None
@@ -55,6 +55,7 @@ class _Memory(NamedTuple):
     tops: torch.Tensor
     firsts: torch.Tensor
     masses: torch.Tensor
+    arrived: torch.Tensor
     row_tops: torch.Tensor
     edges: torch.Tensor
     ties: torch.Tensor
@@ -82,13 +83,14 @@ class TritonDraw:
         assert step.records.shape == (len(logits), len(NAMES))
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        source = logits
-        if step.counts is not None or step.rules:
-            source = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
-        self._extremes(logits, source, step)
+        # Of rows that change, in the order of their records. Without some it is not read.
+        changed = self._room(len(logits)).tops
+        if step.changes:
+            changed = torch.empty((step.changes, self._width), dtype=torch.float32, device=self._device)
+        self._extremes(logits, changed, step)
         if step.draws:
-            self._draw(source, step.records)
-        return self._finish(source, step)
+            self._draw(logits, changed, step.records)
+        return self._finish(logits, changed, step)
 
     def _room(self, rows: int) -> _Memory:
         if self._memory is None or len(self._memory.edges) < rows:
@@ -100,6 +102,7 @@ class TritonDraw:
                 tops=empty(torch.float32, self._tiles),
                 firsts=empty(torch.int32, self._tiles),
                 masses=empty(torch.float64, self._tiles),
+                arrived=empty(torch.int32).zero_(),
                 row_tops=empty(torch.float32),
                 edges=empty(torch.float32),
                 ties=empty(torch.int32),
@@ -111,7 +114,7 @@ class TritonDraw:
         return self._memory
 
     def _extremes(self, logits: torch.Tensor, changed: torch.Tensor, step: DrawStep) -> None:
-        """Read all logits; `changed` are these, or memory for them as they are changed."""
+        """Read all logits; `changed` is memory for those of rows that change."""
         from model_worker.cuda.extremes_kernel import extremes_kernel
 
         memory, masks, counts = self._room(len(logits)), step.masks, step.counts
@@ -119,27 +122,26 @@ class TritonDraw:
             memory.tops,
             memory.firsts,
             memory.masses,
-            memory.tops if changed is logits else changed,
+            memory.arrived,
+            changed,
             logits,
             step.records,
             memory.firsts if masks is None else masks,
             memory.firsts if counts is None else counts,
             step.records if step.lists is None else step.lists,
             logits.stride(0),
-            self._width if changed is logits else changed.stride(0),
+            self._width,
             self._width if counts is None else counts.stride(0),
             self._width,
             0 if masks is None else masks.shape[1],
             self._tiles,
             int(masks is not None),
-            int(counts is not None),
-            int(step.rules),
-            COPY=changed is not logits,
+            COPY=step.changes > 0,
             BLOCK=_BLOCK,
             BLOCKS=_BLOCKS,
         )
 
-    def _draw(self, logits: torch.Tensor, records: torch.Tensor) -> None:
+    def _draw(self, logits: torch.Tensor, changed: torch.Tensor, records: torch.Tensor) -> None:
         from model_worker.cuda.edge_kernel import edge_kernel
         from model_worker.cuda.pick_kernel import pick_kernel
 
@@ -151,8 +153,10 @@ class TritonDraw:
             memory.scratch,
             memory.tops,
             logits,
+            changed,
             records,
             logits.stride(0),
+            self._width,
             self._width,
             self._tiles,
             TILE=_BLOCK,
@@ -166,6 +170,7 @@ class TritonDraw:
             memory.picked,
             memory.kept_masses,
             logits,
+            changed,
             memory.tops,
             memory.row_tops,
             memory.edges,
@@ -173,13 +178,16 @@ class TritonDraw:
             records,
             logits.stride(0),
             self._width,
+            self._width,
             self._tiles,
             self._parts,
             BLOCK=_BLOCK,
             BLOCKS=_BLOCKS,
         )
 
-    def _finish(self, logits: torch.Tensor, step: DrawStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _finish(
+        self, logits: torch.Tensor, changed: torch.Tensor, step: DrawStep
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         from model_worker.cuda.finish_kernel import finish_kernel
 
         rows, counts, reports = len(step.records), step.counts, step.reports
@@ -206,9 +214,11 @@ class TritonDraw:
             memory.picked,
             # Their type counts for what is compiled.
             memory.tops if reports is None else logits,
+            changed,
             step.records if step.lists is None else step.lists,
             step.records,
             logits.stride(0),
+            self._width,
             self._width if counts is None else counts.stride(0),
             self._width,
             self._tiles,

@@ -6,7 +6,7 @@ For each row of logits, in this order, each step only where the row asks for it:
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
     3. logit_bias         added; tokens that are not allowed, and the ends of bad words, get -inf (`token_rules.py`),
-                          unless a grammar leaves nothing else; then the operator's processors: see `processors.py`
+                          unless nothing else is left; then the operator's processors: see `processors.py`
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
     5. temperature        divided out; below 1e-6 it counts as 1e-6, above 1e6 as 1e6
     6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
@@ -15,7 +15,8 @@ For each row of logits, in this order, each step only where the row asks for it:
                           the absolute index that the new token will have in its sequence
 
 A grammar's mask (`masks.py`) is -inf put on the logits beforehand: every step leaves -inf alone, so its place among 1
-to 3 makes no difference. Where a grammar leaves nothing but the end, min_new_tokens gives way.
+to 3 makes no difference. Where nothing but the end is left, min_new_tokens gives way. A row of which no token is left,
+or with a NaN or infinity, is bad: it fails alone.
 
 Log-probabilities are natural logs of the chosen token. TEMPERED is the log-softmax after step 5, before truncation
 (OpenAI, SGLang; temperature 0 divides nothing, so it is the model's own log-softmax there). WARPED is renormalised
@@ -43,7 +44,6 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import LogprobMode, LogprobReports, SamplingParams
-from model_worker.cuda.draw_record import RECORD
 from model_worker.device_copy import HostRing, upload_together
 from model_worker.sampling import draw_proof
 from model_worker.sampling.ahead import Ahead
@@ -117,17 +117,15 @@ class SamplerRows:
         self._processed = ProcessedRows(max_rows, processors or {})
         there = device.type != "cpu" if counts_there is None else counts_there
         self._device_penalties = DevicePenaltyStage(max_rows, vocab_size, device, self._records) if there else None
-        self._device_rules = DeviceRuleStage(max_rows, vocab_size, self._records) if there else None
         # In the order of their operations.
         self._stages: tuple[AnyStage, ...] = (
             Watermark(max_rows),
             self._device_penalties or PenaltyStage(max_rows, vocab_size),
-            self._device_rules or RuleStage(max_rows, vocab_size),
+            DeviceRuleStage(max_rows, vocab_size, self._records) if there else RuleStage(max_rows, vocab_size),
             self._processed,
         )
         self._host_draw = HostDraw(vocab_size, has_kernels, self._stages, self._wanted)
-        there_of = self._device_penalties, self._device_rules
-        self._device_draw = DeviceDraw(self._stages, *there_of, self._records, HostRing(device))
+        self._device_draw = DeviceDraw(self._stages, self._device_penalties, self._records, HostRing(device))
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for.
@@ -243,10 +241,7 @@ class SamplerRows:
 
         `masked`: the places of rows with masks, where these are not known yet.
         """
-        records, lists = self._records.arrays(rows, positions, masked if masks is None else masks.places)
-        if masks is not None and self._device_rules is not None:
-            self._device_rules.with_masks(records.view(RECORD)[:, 0], rows, positions, masks)
-        return records, lists
+        return self._records.arrays(rows, positions, masked if masks is None else masks.places)
 
     def sample_ahead(
         self,
@@ -283,7 +278,10 @@ class SamplerRows:
 
     def why_bad(self, row: int) -> str:
         """Explain what was wrong with the logits of a bad row."""
-        return self._processed.failure(row) or "the model's logits were not finite for this request"
+        return self._processed.failure(row) or (
+            "no token can be chosen for this request: the model's logits have NaN or infinity, or are -inf for all "
+            "tokens that its grammar, logit_bias and logits processors leave"
+        )
 
     def _gather(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.void]:
         if not len(rows) == len(positions) == logits.shape[0]:

@@ -46,7 +46,7 @@ POINTERS = {
     "part": "*fp32",
     "sinks": "*fp32",
     **dict.fromkeys(("tops", "row_tops", "edges", "scratch", "changed"), "*fp32"),
-    **dict.fromkeys(("firsts", "ties", "masks", "reports"), "*i32"),
+    **dict.fromkeys(("firsts", "ties", "masks", "reports", "arrived"), "*i32"),
     **dict.fromkeys(("masses", "kept_masses"), "*fp64"),
     "lists": "*i64",
     **dict.fromkeys(("records", "picked", "tokens", "slots"), "*i64"),

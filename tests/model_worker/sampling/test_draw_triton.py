@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from scipy import stats
 
 from interfaces import LogprobMode, SamplingParams
-from model_worker.cuda.draw_record import RECORD
+from model_worker.cuda.draw_record import NAMES, RECORD
 from model_worker.device_copy import HostRing
 from model_worker.sampling import device_draw, draw_proof, draw_triton
 from model_worker.sampling.ahead import report_start
@@ -106,12 +107,42 @@ def test_a_top_k_reads_no_tile_without_its_tokens() -> None:
     records = torch.from_numpy(sampler.arrays(rows, positions)[0])
     step = DrawStep(records, draws=True)
     want, _ = kernels.draw(logits.clone(), step)
-    kernels._extremes(logits, logits, step)
+    changed = kernels._room(2).tops
+    kernels._extremes(logits, changed, step)
     logits[:, near:] = 1000.0
-    kernels._draw(logits, records)
-    got, _ = kernels._finish(logits, step)
+    kernels._draw(logits, changed, records)
+    got, _ = kernels._finish(logits, changed, step)
     assert torch.equal(got, want)
     assert bool((got < near).all())
+
+
+def test_only_rows_with_penalties_or_rules_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng()
+    width, rows, changing = 300, 6, (1, 4)
+    sampler = sampler_of(rows, width)
+    for row in range(rows):
+        more: dict[str, Any] = {"presence_penalty": 2.0} if row == changing[0] else {}
+        more |= {"logit_bias": {7: 9.0}} if row == changing[1] else {}
+        params = SamplingParams(temperature=row % 2 * 1.0, top_p=0.9, seed=row, **more)
+        sampler.join(row, params, [], EMPTY, np.arange(5, dtype=np.int32))
+    logits = torch.from_numpy(rng.normal(size=(rows, width)).astype(np.float32)).bfloat16()
+    held, positions = rng.permutation(rows).astype(np.int32), np.full(rows, 5)
+    want = sampler.sample(logits.clone(), held, positions)
+    shapes = []
+    extremes = TritonDraw._extremes
+
+    def seen(self: TritonDraw, logits: Any, changed: torch.Tensor, step: DrawStep) -> None:
+        shapes.append((changed.shape, changed.dtype))
+        extremes(self, logits, changed, step)
+
+    monkeypatch.setattr(TritonDraw, "_extremes", seen)
+    # As it was before the token of `want` was counted.
+    sampler.drop(changing[0])
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=changing[0], presence_penalty=2.0)
+    sampler.join(changing[0], params, [], EMPTY, np.arange(5, dtype=np.int32))
+    got = sampler.sample_ahead(logits, held, positions).tokens
+    assert got.tolist() == want.tokens.tolist()
+    assert shapes == [((len(changing), width), torch.float32)]
 
 
 def test_tokens_come_in_proportion_to_their_probabilities() -> None:
@@ -225,34 +256,43 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
     """What is wrong in one of the kernels' forms is found, in whichever steps it serves."""
     extremes, draws, finish = TritonDraw._extremes, TritonDraw._draw, TritonDraw._finish
 
-    def without(**fields: Any) -> Any:
+    def changing(change: Callable[[DrawStep], DrawStep]) -> Any:
         def wrong(self: TritonDraw, logits: Any, changed: Any, step: DrawStep) -> None:
-            extremes(self, logits, changed, replace(step, **fields))
+            extremes(self, logits, changed, change(step))
 
         return wrong
 
-    def unmasked_where_nothing_is_counted(self: TritonDraw, logits: Any, changed: Any, step: DrawStep) -> None:
-        extremes(self, logits, changed, replace(step, masks=None) if changed is logits else step)
+    def without_counts(step: DrawStep) -> DrawStep:
+        return replace(step, counts=None if step.counts is None else torch.zeros_like(step.counts))
 
-    def wrong_for_the_models_dtype(self: TritonDraw, logits: torch.Tensor, records: torch.Tensor) -> None:
-        draws(self, logits if logits.dtype == torch.float32 else -logits, records)
+    def without_rules(step: DrawStep) -> DrawStep:
+        records = step.records.clone()
+        records[:, NAMES.index("rule_count")] = 0
+        return replace(step, records=records)
+
+    def wrong_for_the_models_dtype(self: TritonDraw, logits: torch.Tensor, changed: Any, records: torch.Tensor) -> None:
+        draws(self, -logits, changed, records)
+
+    def wrong_for_rows_that_change(self: TritonDraw, logits: torch.Tensor, changed: Any, records: torch.Tensor) -> None:
+        draws(self, logits, -changed, records)
 
     def reads_beyond_rows(self: TritonDraw, logits: Any, changed: Any, step: DrawStep) -> None:
-        dense = logits.as_strided(logits.shape, (logits.shape[1], 1))
-        extremes(self, dense, dense if changed is logits else changed, step)
+        extremes(self, logits.as_strided(logits.shape, (logits.shape[1], 1)), changed, step)
 
-    def wrong_for_greedy_rows(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
-        tokens, found = finish(self, logits, step)
+    def wrong_for_greedy_rows(self: TritonDraw, logits: torch.Tensor, changed: Any, step: DrawStep) -> Any:
+        tokens, found = finish(self, logits, changed, step)
         return tokens if step.draws else tokens + 1, found
 
-    def kept_nowhere(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
-        return finish(self, logits, replace(step, last_tokens=None))
+    def kept_nowhere(self: TritonDraw, logits: torch.Tensor, changed: Any, step: DrawStep) -> Any:
+        return finish(self, logits, changed, replace(step, last_tokens=None))
 
-    def wrong_in_reports(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
-        return finish(self, logits if step.reports is None else logits.float() * 1.01, step)
+    def wrong_in_reports(self: TritonDraw, logits: torch.Tensor, changed: Any, step: DrawStep) -> Any:
+        return finish(self, logits if step.reports is None else logits.float() * 1.01, changed, step)
 
-    def wrong_where_only_the_token_is_reported(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
-        tokens, found = finish(self, logits, step)
+    def wrong_where_only_the_token_is_reported(
+        self: TritonDraw, logits: torch.Tensor, changed: Any, step: DrawStep
+    ) -> Any:
+        tokens, found = finish(self, logits, changed, step)
         if step.reports is not None and found is not None:
             records = step.records.numpy().view(RECORD)[:, 0]
             alone = (records["report"] >= 0) & (records["top_logprobs"] == 0) & (records["name_count"] == 0)
@@ -260,16 +300,16 @@ def test_a_device_whose_kernels_draw_otherwise_uses_torch(
             words[torch.from_numpy(records["report"][alone]), 0] += 1
         return tokens, found
 
-    def fails(self: TritonDraw, logits: torch.Tensor, step: DrawStep) -> Any:
+    def fails(self: TritonDraw, logits: torch.Tensor, changed: Any, step: DrawStep) -> Any:
         raise TypeError("no such compiler\nand more")
 
     for name, wrong, *step in (
-        ("_extremes", without(masks=None), draw_proof._PLAIN, True),
-        ("_extremes", without(counts=None), draw_proof._COUNTED, False),
-        ("_extremes", without(rules=False), draw_proof._RULED, False),
-        ("_extremes", unmasked_where_nothing_is_counted, draw_proof._PLAIN, True),
+        ("_extremes", changing(lambda step: replace(step, masks=None)), draw_proof._PLAIN, True),
+        ("_extremes", changing(without_counts), draw_proof._COUNTED, False),
+        ("_extremes", changing(without_rules), draw_proof._RULED, False),
         ("_extremes", reads_beyond_rows, draw_proof._PLAIN, True),
         ("_draw", wrong_for_the_models_dtype, draw_proof._PLAIN, False),
+        ("_draw", wrong_for_rows_that_change, draw_proof._COUNTED, False),
         ("_finish", wrong_for_greedy_rows, draw_proof._GREEDY, False),
         ("_finish", kept_nowhere, draw_proof._GREEDY, False),
         ("_finish", wrong_in_reports, draw_proof._REPORTED, False),
