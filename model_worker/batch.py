@@ -56,6 +56,8 @@ class ForwardBatch:
     last_tokens: Tensor | None = None
     # What the caller has sent along for the draw behind the pass.
     drawing: tuple[Tensor, ...] = ()
+    # i64[S], on the device: rows of recurrent states, where a pass with one token a sequence is recorded.
+    recorded_rows: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -64,6 +66,11 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def state_rows(self) -> NDArray[np.int64]:
+        """i64[S]: the row of each sequence's recurrent state. Sequences without rows have the first ones."""
+        return np.arange(self.num_sequences) if self.rows is None else self.rows.astype(np.int64)
 
     @cached_property
     def slot_block(self) -> Tensor:

@@ -43,6 +43,9 @@ def capacity_for(
     if loaded.recurrent is not None:
         block = loaded.attention.layout.bytes_per_block(block_size)
         sequence = -(-(max_model_len or 1) // block_size) * block
+        if loaded.device.type == "cuda":
+            # That of rows which pad recorded steps.
+            memory -= loaded.recurrent.layout.bytes_per_row
         max_rows = _rows_with_states(loaded.recurrent.layout, memory, sequence, max_model_len, max_rows)
         memory -= loaded.recurrent.layout.bytes_per_row * max_rows
     wanted = max_model_len or loaded.max_position or sys.maxsize

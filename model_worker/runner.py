@@ -42,10 +42,10 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self._attend = attention_backend(loaded.attention_name if attention == "auto" else attention, loaded.device)
         self.attention_name = self._attend.__module__.rpartition(".")[2]
-        # One more, where padding rows of recorded decode steps may write.
+        # One more block, and one more state, where padding rows of recorded decode steps may write.
         spare = 1 if self._attend in RECORDABLE else 0
         layers = loaded.recurrent
-        states = None if cache or layers is None else RecurrentStates(layers.layout, max_rows, loaded.device)
+        states = None if cache or layers is None else RecurrentStates(layers.layout, max_rows, loaded.device, spare)
         shape = loaded.attention.layout, num_blocks + spare, block_size
         self.cache = cache or KVCache(*shape, loaded.device, states)
         self.backend = self._choose_backend()
@@ -93,8 +93,8 @@ class ModelRunner:
     def record(self, max_rows: int, max_model_len: int, max_tokens: int, agreed: Agreed | None = None) -> None:
         """Record steps of sequences up to `max_model_len` tokens as graphs, where the device has them.
 
-        Those of up to `max_tokens` tokens may have prompts in them. In a group `agreed` says whether something is so on
-        all ranks, and a want of memory is an error.
+        Those of up to `max_tokens` tokens may have prompts in them, but for models with recurrent layers. In a group
+        `agreed` says whether something is so on all ranks, and a want of memory is an error.
         """
         if self.can_record and isinstance(self.backend, ModulesBackend):
             self.backend.record(max_rows, max_model_len, max_tokens, self.num_blocks, agreed)
@@ -102,8 +102,7 @@ class ModelRunner:
     @property
     def can_record(self) -> bool:
         """Whether steps are of a kind that a device can record."""
-        # With recurrent layers a pass picks the states of its rows, and cuts prompts, by what the host alone knows.
-        return self.cache.states is None and self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend)
+        return self._attend in RECORDABLE and isinstance(self.backend, ModulesBackend)
 
     @property
     def records(self) -> bool:

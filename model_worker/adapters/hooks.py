@@ -171,7 +171,10 @@ class AdapterHooks:
         if self._columns is not None and self.slots is not None:
             given = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
             changed = output.reshape(-1, output.shape[-1]).contiguous()
-            self.slots.add_to(module, given, changed, self._columns[module is self._head])
+            is_head = module is self._head
+            column = self._columns[is_head]
+            own = None if is_head else tokens_in_progress()
+            self.slots.add_to(module, given, changed, column if own is None else column[own])
             return changed.reshape(output.shape)
         linears = self._linears.get(module, {})
         used = [(rows, linears[rows.handle]) for rows in self._rows if rows.handle in linears]

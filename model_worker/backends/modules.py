@@ -38,7 +38,7 @@ from model_worker.cuda.mixed_graphs import MixedBuffers, MixedGraphs
 from model_worker.embedding_hooks import added_behind_layers, taken_inputs
 from model_worker.kv_cache import KVCache
 from model_worker.model import LoadedModel
-from model_worker.recurrent.mixers import recurrent_pass
+from model_worker.recurrent.mixers import advancing, recurrent_pass
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class ModulesBackend(Backend):
     ) -> None:
         """Record steps of sequences up to `max_model_len` tokens as graphs. Padding uses `spare_block`.
 
-        Decode steps, and with Triton's attention also those with prompts, of up to `max_tokens` tokens; 0: none.
+        Decode steps, and with Triton's attention also those with prompts, of up to `max_tokens` tokens; 0: none. Of a
+        model with recurrent states decode steps alone.
 
         A model whose forward pass waits for the device (for routing tokens to experts, say) runs without, and so does
         one for want of memory. In a group `agreed` says whether something is so on all ranks: they record the same
@@ -83,12 +84,15 @@ class ModulesBackend(Backend):
         blocks = -(-max_model_len // self._cache.block_size)
         has_triton = self._attend is triton.attend
         recorder = CudaRecorder()
+        states = self._cache.states
 
         def make_buffers() -> tuple[MixedBuffers | None, DecodeBuffers]:
             kernels = has_triton and fills_are_right(self.device)
             places = blocks, self._cache.block_size, spare_block, self.device, kernels
-            mixed = MixedBuffers(max_tokens, max_rows, *places) if max_tokens and has_triton else None
-            return mixed, DecodeBuffers(max_rows, *places)
+            # Mixers cut prompts by what is known on the host alone.
+            with_prompts = max_tokens and has_triton and states is None
+            mixed = MixedBuffers(max_tokens, max_rows, *places) if with_prompts else None
+            return mixed, DecodeBuffers(max_rows, *places, None if states is None else states.spare_row)
 
         def recorded(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
             return together(agreed, lambda: recorder(step))
@@ -123,7 +127,8 @@ class ModulesBackend(Backend):
     def logits(self, batch: ForwardBatch) -> Tensor:
         with one_pass(batch, self._cache, self._loaded.embedding):
             if self._graphs is not None and self._graphs.fits(batch):
-                return self._graphs.run(batch)
+                with advancing(self._cache.states, batch):
+                    return self._graphs.run(batch)
             if self._mixed is not None and self._mixed.fits(batch):
                 return self._mixed.run(batch)
             adapted = None if batch.adapters is None else self._replay_adapted(batch)
@@ -175,12 +180,14 @@ class ModulesBackend(Backend):
         if not slots.has_all(batch.adapters) or not self._adapted.fits(batch):
             return None
         try:
-            return self._adapted.run(batch, slots.column(batch.adapters), slots.generation)
+            self._adapted.record(batch, slots.generation)
         except RuntimeError as error:  # torch.OutOfMemoryError, too
             self._adapted = None
             said = "%s computes steps with adapters without graphs, which is slow: %s"
             log.warning(said, self._loaded.architecture, str(error).partition("\n")[0])
-        return None
+            return None
+        with advancing(self._cache.states, batch):
+            return self._adapted.run(batch, slots.column(batch.adapters))
 
     def _in_slots(self, batch: ForwardBatch, column: Tensor) -> Tensor:
         """Compute a batch whose tokens have the adapters of these slots."""

@@ -47,27 +47,39 @@ class AdaptedGraphs:
         """Whether `run` can do the batch."""
         return self._decode.holds(batch) or (self._mixed is not None and self._mixed.holds(batch))
 
-    def run(self, batch: ForwardBatch, slots: NDArray[np.int32], generation: int) -> Tensor:
-        """Return the logits of a batch whose sequences have these slots. The next run may overwrite them."""
+    def record(self, batch: ForwardBatch, generation: int) -> None:
+        """Record the size of a batch, if it is not. Recording runs a step, which is all padding."""
         if generation != self._generation:
             self._graphs.clear()
             self._generation = generation
-        padded = np.full(len(self._slots), -1, np.int32)
-        padded[: len(slots)] = slots
-        self._slots.copy_(upload_together([padded], self._device)[0])
-        decodes = self._decode.holds(batch)
-        source: Any = self._decode if decodes else self._mixed
-        sizes = source.sizes
-        size = sizes[bisect_left(sizes, batch.num_tokens)]
-        source.buffers.fill(batch, size)
-        key = decodes, size
-        if key not in self._graphs:
+        source, decodes, size = self._place(batch)
+        if (decodes, size) not in self._graphs:
+            source.buffers.fill_whole(size)
+            self._slots.fill_(-1)
             if self._logits is None:
                 # No record owns the place of logits.
                 first = self._step(source.buffers.batch(size), decodes)
                 self._logits = first.new_empty(self._decode.buffers.max_rows, first.shape[1])
-            self._graphs[key] = self._recorded(lambda: self._placed(source.buffers.batch(size), decodes))
-        return self._graphs[key]()[: len(batch.logit_positions)]
+            self._graphs[decodes, size] = self._recorded(lambda: self._placed(source.buffers.batch(size), decodes))
+
+    def run(self, batch: ForwardBatch, slots: NDArray[np.int32]) -> Tensor:
+        """Return the logits of a batch whose size is recorded, and whose sequences have these slots.
+
+        The next run may overwrite them.
+        """
+        padded = np.full(len(self._slots), -1, np.int32)
+        padded[: len(slots)] = slots
+        self._slots.copy_(upload_together([padded], self._device)[0])
+        source, decodes, size = self._place(batch)
+        source.buffers.fill(batch, size)
+        return self._graphs[decodes, size]()[: len(batch.logit_positions)]
+
+    def _place(self, batch: ForwardBatch) -> tuple[Any, bool, int]:
+        """Return the graphs whose buffers a batch takes, whether it decodes, and the recorded size for it."""
+        decodes = self._decode.holds(batch)
+        source: Any = self._decode if decodes else self._mixed
+        sizes = source.sizes
+        return source, decodes, sizes[bisect_left(sizes, batch.num_tokens)]
 
     def _placed(self, batch: ForwardBatch, decodes: bool) -> Tensor:
         assert self._logits is not None

@@ -2,8 +2,9 @@
 
 Launching a small model's kernels one by one takes longer than running them; a graph launches them at once. It runs the
 same kernels on the same memory each time, so a step is copied into fixed buffers, and rows that it lacks for the next
-recorded size are padded: they read and write a block that belongs to no sequence. The caller gives the recorder
-(`record` for CUDA), so the rest does not know devices. Knows batches; it does not know models or sampling.
+recorded size are padded: they read and write a block, and a recurrent state, that belong to no sequence. The caller
+gives the recorder (`record` for CUDA), so the rest does not know devices. Knows batches; it does not know models or
+sampling.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model_worker.batch import ForwardBatch
+from model_worker.device_copy import upload_together
 
 Forward = Callable[[ForwardBatch], Tensor]
 # Runs or records a function, and returns a function that runs it again on the same memory, with its result.
@@ -44,8 +47,10 @@ class DecodeBuffers:
         spare_block: int,
         device: torch.device,
         kernels: bool = False,
+        spare_row: int | None = None,
     ) -> None:
-        """With `kernels` a step is filled in by one of Triton's, in one launch."""
+        """With `kernels` a step is filled in by one of Triton's, in one launch. With a `spare_row`, whose state belongs
+        to no sequence, sequences have recurrent states: padding uses that one."""
         self._kernels = kernels
         self.device = device
         self.max_rows = max_rows
@@ -61,9 +66,19 @@ class DecodeBuffers:
         self._block_tables = column(torch.int32, blocks_per_row)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._logit_positions = torch.arange(max_rows, device=device)
+        self._spare_row = spare_row
+        self._state_rows = None if spare_row is None else column(torch.int64)
+
+    def fill_whole(self, size: int) -> None:
+        """Let all of `size` rows be padding."""
+        self.fill(self.batch(0), size)
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch into the first `size` rows, and pad the rest of them."""
+        if self._state_rows is not None:
+            padded = np.full(size, self._spare_row, np.int64)
+            padded[: batch.num_sequences] = batch.state_rows
+            self._state_rows[:size].copy_(upload_together([padded], self.device)[0])
         if self._kernels:
             self._launch(batch, size)
             return
@@ -130,6 +145,7 @@ class DecodeBuffers:
             max_query=1,
             # A bound of all steps to come: it is part of what is recorded.
             max_kv=self.blocks_per_row * self.block_size,
+            recorded_rows=None if self._state_rows is None else self._state_rows[:size],
         )
 
 
@@ -146,7 +162,7 @@ class DecodeGraphs:
         # The largest first: the others find room in the memory that it has taken.
         graphs = {}
         for size in reversed(self.sizes):
-            buffers.fill(buffers.batch(0), size)
+            buffers.fill_whole(size)
             graphs[size] = recorded(step(size))
         self._graphs = graphs
 

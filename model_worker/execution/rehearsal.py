@@ -124,7 +124,7 @@ class Rehearsal:
 
     def _recorded(self) -> None:
         self.decode()
-        if self._runner.attention_name == "triton":
+        if self._runner.attention_name == "triton" and self._runner.cache.states is None:
             self._forward()
 
     @contextmanager

@@ -55,8 +55,8 @@ def tokens_in_progress() -> Tensor | slice | None:
 
 
 @contextmanager
-def recurrent_pass(states: RecurrentStates | None, batch: ForwardBatch) -> Iterator[None]:
-    """Let mixers compute the rows of a batch within this context. It advances their states by the batch's tokens.
+def advancing(states: RecurrentStates | None, batch: ForwardBatch) -> Iterator[None]:
+    """The context in which a batch's tokens advance the states of its rows, by a recorded pass or another.
 
     After an error these rows can only begin anew.
     """
@@ -64,12 +64,35 @@ def recurrent_pass(states: RecurrentStates | None, batch: ForwardBatch) -> Itera
         yield
         return
     rows = states.begin(batch)
-    token = _current.set(_Pass(states, _groups(batch, rows)))
+    yield
+    states.end(batch, rows)
+
+
+@contextmanager
+def recurrent_pass(states: RecurrentStates | None, batch: ForwardBatch) -> Iterator[None]:
+    """Let mixers compute the rows of a batch within this context, and advance their states.
+
+    A pass that is to be recorded computes the rows that lie in `batch.recorded_rows` then; who replays it is in
+    `advancing`.
+    """
+    if states is None:
+        yield
+        return
+    if batch.recorded_rows is not None:
+        with _computed_in(_Pass(states, [Group(batch.recorded_rows, slice(None), 1)])):
+            yield
+        return
+    with advancing(states, batch), _computed_in(_Pass(states, _groups(batch, batch.state_rows))):
+        yield
+
+
+@contextmanager
+def _computed_in(current: _Pass) -> Iterator[None]:
+    token = _current.set(current)
     try:
         yield
     finally:
         _current.reset(token)
-    states.end(batch, rows)
 
 
 def replace_forwards(mixers: Iterable[nn.Module]) -> None:

@@ -53,20 +53,24 @@ class StateLayout:
 
 
 class RecurrentStates:
-    """The states of `num_rows` rows, [num_rows, ...] each. A row that begins has zeros."""
+    """The states of `num_rows` rows, [num_rows + spare, ...] each. A row that begins has zeros.
 
-    def __init__(self, layout: StateLayout, num_rows: int, device: torch.device) -> None:
+    With a `spare` row, `spare_row`, recorded steps pad with it.
+    """
+
+    def __init__(self, layout: StateLayout, num_rows: int, device: torch.device, spare: int = 0) -> None:
         self.layout = layout
-        self.num_rows = num_rows
+        self.spare_row = num_rows
+        self._num_rows = num_rows + spare
         # Tokens of each row that its state stands for.
-        self.positions = np.zeros(num_rows, np.int64)
+        self.positions = np.zeros(self._num_rows, np.int64)
         self.tensors: dict[StateKey, Tensor] = {}
         self._device = device
         self.restore()
 
     @property
     def num_bytes(self) -> int:
-        return self.num_rows * self.layout.bytes_per_row
+        return self._num_rows * self.layout.bytes_per_row
 
     def release(self) -> None:
         """Give the memory back, and with it all states."""
@@ -77,7 +81,7 @@ class RecurrentStates:
         if not self.tensors:
             self.positions[:] = 0
             self.tensors = {
-                key: _zeros((self.num_rows, *state.shape), state.dtype, self._device)
+                key: _zeros((self._num_rows, *state.shape), state.dtype, self._device)
                 for key, state in self.layout.states.items()
             }
 
@@ -91,7 +95,7 @@ class RecurrentStates:
         starts, lengths = batch.starts, batch.query_lens
         if starts is None or lengths is None:
             raise ValueError("a batch for recurrent layers needs its lengths on the host: use ForwardBatch.build")
-        rows = np.arange(len(starts)) if batch.rows is None else batch.rows.astype(np.int64)
+        rows = batch.state_rows
         fresh = rows[starts == 0]
         wrong = self.positions[rows] != starts
         if batch.rows is not None and (wrong & (starts > 0)).any():

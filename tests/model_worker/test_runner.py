@@ -30,7 +30,7 @@ class Driver:
         self.goals = [len(prompt) + NEW_TOKENS for prompt in prompts]
         self.computed = [0] * len(prompts)
         self.blocks: list[list[int]] = [[] for _ in prompts]
-        self.free = [int(block) for block in rng.permutation(runner.cache.num_blocks)]
+        self.free = [int(block) for block in rng.permutation(runner.num_blocks)]
 
     def run(self) -> list[list[int]]:
         """Greedy tokens of every prompt."""

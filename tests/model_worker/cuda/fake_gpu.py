@@ -39,6 +39,8 @@ class _ByOperations(TorchFunctionMode):
             return torch.ops.aten.copy_.default(target, value)
         if func is Tensor.__invert__:
             return torch.ops.aten.bitwise_not.default(*args)
+        if func is Tensor.contiguous and not kwargs and not args[0].is_contiguous():
+            return torch.ops.aten.clone.default(*args, memory_format=torch.contiguous_format)
         if func is Tensor.copy_:
             return torch.ops.aten.copy_.default(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

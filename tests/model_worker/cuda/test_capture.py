@@ -27,6 +27,7 @@ from tests.model_worker.cuda.fake_gpu import DEVICE, fake_gpu, moved
 from tests.model_worker.cuda.in_four_bits import grouped_layer, in_four_bits
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import Launches, counted_launches
+from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 
 need_triton()
@@ -116,6 +117,20 @@ MODULES = {
     "deepseek_v2": 133,
     "deepseek_v3": 166,
 }
+# The same of models with recurrent layers: decode steps alone are recorded, through all of their few layers.
+RECURRENT = {
+    "lfm2": 177,
+    "lfm2_moe": 240,
+    "qwen3_next": 493,
+    "qwen3_5_text": 371,
+    "qwen3_5_moe_text": 483,
+    "granitemoehybrid": 352,
+    "falcon_h1": 186,
+    "nemotron_h": 199,
+    "bamba": 256,
+    "olmo_hybrid": 345,
+    "kimi_linear": 414,
+}
 MOST_OF_A_FUSED_LAYER = 9
 
 
@@ -176,6 +191,28 @@ def test_a_recorded_step_waits_for_nothing(
     assert len(decode.names) <= most, Counter(decode.names)
     # The attention of prompts has a launch of its own.
     assert len(mixed.names) <= most + LAYERS, Counter(mixed.names)
+
+
+@pytest.mark.parametrize(("arch", "most"), RECURRENT.items())
+def test_a_recorded_step_with_recurrent_states_waits_for_nothing(
+    arch: str, most: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_hybrid(arch, tmp_path_factory.getbasetemp())
+    loaded = load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False)
+    loaded = replace(loaded, attention_name="triton", has_kernels=True)
+    with fake_gpu(monkeypatch):
+        backend: Any = ModelRunner(moved(loaded, torch.bfloat16), 8, 16, max_rows=ROWS).backend
+        batch = DecodeBuffers(ROWS, 4, 16, 8, DEVICE, spare_row=ROWS).batch(ROWS)
+        with counted_launches(monkeypatch, run=False) as launches:
+            logits = backend._forward(batch)
+        assert (logits.shape, logits.device) == ((ROWS, loaded.vocab_size), DEVICE)
+    assert not launches.wide_doubles
+    assert not launches.from_host
+    assert len(launches.names) <= most, Counter(launches.names)
+
+
+def test_every_served_hybrid_is_recorded() -> None:
+    assert set(RECURRENT) == set(HYBRIDS)
 
 
 @pytest.mark.parametrize("family", FUSED)

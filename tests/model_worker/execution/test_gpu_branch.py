@@ -30,6 +30,7 @@ from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.on_gpu import load_gpt_oss
 from tests.model_worker.cuda.test_capture import FUSED, load
 from tests.model_worker.execution.tiny_worker import BLOCK_SIZE, BLOCKS_PER_ROW, ROWS, TinyWorker, join
+from tests.model_worker.recurrent.tiny_hybrids import tiny_hybrid
 from tests.model_worker.sampling.test_ahead import assert_alike
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 
@@ -130,6 +131,22 @@ def test_tokens_equal_those_of_plain_torch(
     assert_same(launched(worker, joins), launched(plain, joins))
     assert set(worker.taken) == {"OverlapCuda"}
     assert replays.counts == {"mixed": 2, "decode": DECODES}
+
+
+def test_tokens_of_a_model_with_recurrent_layers(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decode steps are recorded, and those with prompts are not. A layer attends and keeps a state."""
+    path = tiny_hybrid("falcon_h1", tmp_path_factory.getbasetemp(), num_hidden_layers=1)
+    loaded = load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False)
+    loaded = replace(loaded, attention_name="triton", has_kernels=True)
+    plain = TinyWorker(replace(loaded, attention_name="reference"))
+    worker, replays = recording(loaded, BLOCK_SIZE, monkeypatch)
+    rng = np.random.default_rng()
+    joins = asking([rng.integers(3, VOCAB, length).tolist() for length in (*LENGTHS, sum(PARTS))], rng)
+    assert_same(launched(worker, joins), launched(plain, joins))
+    assert set(worker.taken) == {"OverlapCuda"}
+    assert replays.counts == {"decode": DECODES}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mistral"])

@@ -19,6 +19,7 @@ from model_worker.pooling.texts import Texts
 from model_worker.recurrent.families import proven_names
 from model_worker.runner import ModelRunner
 from tests.model_worker.recurrent.naive_mamba import compute_naively
+from tests.model_worker.recurrent.recorded import recording
 from tests.model_worker.recurrent.tiny_hybrids import HYBRIDS, tiny_hybrid
 from tests.model_worker.test_runner import BLOCK_SIZE, NEW_TOKENS, Driver, load
 from tests.model_worker.tiny_models import VOCAB
@@ -54,7 +55,10 @@ def test_every_served_architecture_is_compared() -> None:
 
 
 @pytest.mark.parametrize("arch", HYBRIDS)
-def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_greedy_tokens_equal_generate(
+    arch: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where decode steps are recorded, as on a GPU."""
     rng = np.random.default_rng()
     path = tiny_hybrid(arch, tmp_path_factory.getbasetemp())
     model = reference(path)
@@ -65,6 +69,9 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPa
     assert loaded.recurrent is not None
     blocks = sum(-(-(len(text) + NEW_TOKENS) // BLOCK_SIZE) for text in texts)
     assert Driver(ModelRunner(loaded, blocks, BLOCK_SIZE), texts, rng).run() == expected
+    recorded, replays = recording(loaded, blocks, PROMPTS, monkeypatch)
+    assert Driver(recorded, texts, rng).run() == expected
+    assert len(replays) > NEW_TOKENS // 2, "few steps were decode steps"
 
 
 @torch.inference_mode()
