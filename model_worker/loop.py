@@ -10,11 +10,11 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import zmq
@@ -46,20 +46,15 @@ from interfaces import (
     decode,
     encode,
 )
-from model_worker.adapter_loads import AdapterLoads
+from model_worker.beside import NOTHING_BESIDE, Beside
 from model_worker.execution.base import Counters
-from model_worker.kv_spill.mover import KvMover
-from model_worker.kv_spill.shipper import KvShipper
 from model_worker.scheduler_link import Refused, SchedulerLink
 from model_worker.tensor_parallel.exchange import GroupLost
-from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
+from model_worker.vision.encode_queue import ReadyRow
 from model_worker.weights.commands import WeightsCommands
 from shared import phases
 from shared.endpoints import remote_identity, worker_identity
 from shared.sockets import connect_dealer, same_host
-
-if TYPE_CHECKING:
-    from model_worker.speech.clip_thread import ClipThread
 
 log = logging.getLogger(__name__)
 
@@ -111,18 +106,6 @@ class Runner(Protocol):
         ...
 
 
-class Beside(Protocol):
-    """Works beside the steps, and has something to say about it now and then."""
-
-    def fileno(self) -> int:
-        """Becomes readable when `take` has something."""
-        ...
-
-    def take(self) -> Sequence[Any]:
-        """Messages for the scheduler."""
-        ...
-
-
 class Loop:
     """Owns the socket. `run` returns after `stop`, or when `superseded` says that a better worker should follow.
 
@@ -137,29 +120,20 @@ class Loop:
         endpoint: str,
         keys: Path | None = None,
         superseded: Callable[[], bool] = lambda: False,
-        encoding: EncodeQueue | None = None,
-        adapters: AdapterLoads | None = None,
-        weights: WeightsCommands | None = None,
+        beside: Beside = NOTHING_BESIDE,
         index_file: Path | None = None,
         trouble: Callable[[], GroupLost | None] | None = None,
-        moves: KvMover | None = None,
-        shipper: KvShipper | None = None,
-        clips: ClipThread | None = None,
     ) -> None:
-        """`encoding` are the images that are being encoded beside the steps, and `clips` those of voices; `adapters`
-        are read.
-        `moves` are blocks that go to a place beside the KV cache, and come back; `shipper` sends them to other workers.
-
-        The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why the
-        engine could not go on; None if it could.
+        """The index that a scheduler on another machine gives is kept in `index_file`. `trouble` says at the end why
+        the engine could not go on; None if it could.
         """
         self._engine = engine
         self._superseded = superseded
-        self._encoding = encoding
-        self._adapters = adapters
-        self._weights = weights
-        self._moves = moves
-        self._shipper = shipper
+        self._encoding = beside.encoding
+        self._adapters = beside.adapters
+        self._weights = beside.weights
+        self._moves = beside.moves
+        self._shipper = beside.shipper
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         self._same_host = same_host(endpoint)
@@ -175,11 +149,10 @@ class Loop:
         if self._link is not None:
             self._poller.register(self._link.watch(self._socket), zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
-        if encoding is not None:
-            self._poller.register(encoding.fileno(), zmq.POLLIN)
-        workers: tuple[Beside | None, ...] = adapters, weights, moves, shipper, clips
-        self._beside = [each for each in workers if each is not None]
-        for each in self._beside:
+        if self._encoding is not None:
+            self._poller.register(self._encoding.fileno(), zmq.POLLIN)
+        self._reporting = beside.reporting
+        for each in self._reporting:
             self._poller.register(each.fileno(), zmq.POLLIN)
         self._next_hello = 0.0
         self._pending: deque[Launched] = deque()
@@ -406,7 +379,7 @@ class Loop:
             self._link.note(heard=self._socket in events)
         if self._encoding is not None and self._encoding.fileno() in events:
             self._send_ready(self._encoding.take())
-        for each in self._beside:
+        for each in self._reporting:
             if each.fileno() in events:
                 self._send_all(each.take())
         return self._socket in events

@@ -65,6 +65,7 @@ class Compilation:
 
     def __init__(self, dtype: torch.dtype, family: str = DECODER) -> None:
         """Start the process."""
+        log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
         self._dtype = dtype
         self._family = family
         self._done: bool | None = None

@@ -19,12 +19,9 @@ from typing import Any
 import torch
 import transformers
 
-from model_worker import step_limits
 from model_worker.agreement import Agreed
 from model_worker.attention import cpu
-from model_worker.cuda.memory import CudaMemory
-from model_worker.execution.rehearsal import gpu_kv_memory
-from model_worker.kv_cache import default_kv_memory
+from model_worker.execution.kv_memory import kv_memory
 from model_worker.model import LoadedModel, Progress
 from model_worker.runner import ModelRunner
 from model_worker.tensor_parallel.exchange import GroupLost
@@ -35,7 +32,6 @@ from model_worker.tensor_parallel.passes import GroupBackend, follow
 from model_worker.tensor_parallel.ties import follow_here, follow_hosts, lead_here, lead_hosts
 from shared import forkserver, phases
 from shared.model_facts import model_facts
-from shared.setting_checks import parse_memory
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -105,7 +101,7 @@ class Group:
         """
         if self._ties.apart is None:
             return None
-        return self._ties.apart.least(_rank_memory(self._settings, loaded, workers))
+        return self._ties.apart.least(kv_memory(self._settings, loaded, workers).kv_cache)
 
     def lead(self, runner: ModelRunner, record: tuple[int, int, int]) -> None:
         """Have the others compute each batch of the runner's, too. Returns when all have computed the first ones.
@@ -185,7 +181,7 @@ class Rank:
         phases.phase("allocate KV")
         if self._ties.apart is not None:
             # The passes by which the first rank learns what is left are passes of all.
-            self._ties.apart.least(_rank_memory(settings, loaded, workers))
+            self._ties.apart.least(kv_memory(settings, loaded, workers).kv_cache)
         terms = json.loads(self._next())
         runner = ModelRunner(loaded, terms["num_blocks"], terms["block_size"])
         torch.set_grad_enabled(False)
@@ -249,16 +245,6 @@ def _record(runner: ModelRunner, record: Sequence[int], agreed: Agreed) -> None:
     runner.warm_up()
     max_rows, max_model_len, max_tokens = record
     runner.record(max_rows, max_model_len, max_tokens, agreed)
-
-
-def _rank_memory(settings: Settings, loaded: LoadedModel, workers: int) -> int:
-    """Return the bytes for K and V of one rank: its share of the setting, or what steps and workers leave of a GPU."""
-    wanted = parse_memory(settings.kv_memory)
-    if wanted is not None or loaded.device.type == "cpu":
-        return (wanted or default_kv_memory(loaded.device, workers)) // settings.tensor_parallel
-    most = step_limits.most_tokens(settings, loaded.device), step_limits.most_rows(settings, loaded.device)
-    limits = *most, settings.max_model_len
-    return gpu_kv_memory(loaded, CudaMemory(loaded.device), workers, *limits).kv_cache
 
 
 def _device(name: str) -> torch.device:

@@ -13,6 +13,7 @@ import zmq
 from interfaces import UNREGISTERED, Refusal, Step, Welcome, WorkerHello, decode, encode
 from model_worker import loop as loop_module
 from model_worker.adapter_loads import AdapterLoads
+from model_worker.beside import Beside
 from model_worker.engine import Engine
 from model_worker.execution.base import Counters
 from model_worker.loop import Loop
@@ -61,7 +62,9 @@ class Cut:
         self._router = bind_router(self.context, endpoint)
         hello = WorkerHello("cuda:0", -1, 0, os.getpid(), 10, 256, 4, 100, 100, "none", "bfloat16", "cuda")
         adapters = cast(AdapterLoads, Adapters(self.device))
-        self.loop = Loop(cast(Engine, self.device), hello, endpoint, superseded=self._superseded, adapters=adapters)
+        self.loop = Loop(
+            cast(Engine, self.device), hello, endpoint, superseded=self._superseded, beside=Beside(adapters=adapters)
+        )
         assert self.loop._link is not None
         self.link = self.loop._link
         self.loop._send(encode(self.loop._hello))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from interfaces import Handover, WorkerHello
+from model_worker.adapter_loads import AdapterLoads, default_adapter_memory
+from model_worker.beside import Beside
+from model_worker.cpu import kernel_cache
+from model_worker.one_shot import TextRunner
+from model_worker.start.place import Place
+from model_worker.start.serve import Served
 from shared import phases
 from shared.model_facts import model_facts
 from shared.pooling_files import PoolingFiles
@@ -15,17 +22,11 @@ from shared.setting_checks import parse_memory
 from shared.settings import Settings
 
 if TYPE_CHECKING:
-    from model_worker.adapter_loads import AdapterLoads
-    from model_worker.cpu import kernel_cache
-    from model_worker.one_shot import TextRunner
-    from model_worker.pixels.runner import PixelRunner
     from model_worker.pooling.pooler import Pooler
     from model_worker.speech.vits import VitsSpeaker
 
-log = logging.getLogger(__name__)
 
-
-def pools(settings: Settings) -> bool:
+def is_one_shot(settings: Settings) -> bool:
     """Whether the model makes values of texts instead of generating. ValueError for a checkpoint without usable
     files."""
     return _task(settings) != "generate"
@@ -36,20 +37,12 @@ def _task(settings: Settings) -> str:
     return PoolingFiles.read(settings.model).task if settings.task == "auto" else settings.task
 
 
-def build_texts(
-    settings: Settings, index: int, device: str, epoch: int, local: bool
-) -> tuple[TextRunner | PixelRunner, WorkerHello, kernel_cache.Compilation | None, AdapterLoads | None]:
+def build_one_shot(settings: Settings, place: Place) -> Served:
     """Load a model of a one-shot task, or one that paints. Neither has a KV cache. ValueError says why it cannot be
     served here.
 
-    `local`: the scheduler is on this host, so that large values may go through shared memory. Where compiled kernels
-    are missing, their compilation has begun.
+    Where compiled kernels are missing, their compilation has begun.
     """
-    import torch
-
-    from model_worker.cpu import kernel_cache
-    from model_worker.one_shot import TextRunner
-
     if settings.tensor_parallel > 1:
         raise ValueError(
             f"tensor_parallel {settings.tensor_parallel} is for models that generate, and this one serves the task "
@@ -59,18 +52,17 @@ def build_texts(
     if _task(settings) == "paint":
         from model_worker.pixels.start import build_pixels
 
-        return *build_pixels(settings, index, device, epoch, local, phases.tensors), None, None
-    model = _load_one_shot(settings, device)
+        return Served(*build_pixels(settings, place.index, place.device, place.epoch, place.local, phases.tensors))
+    model = _load_one_shot(settings, place.device)
     compilation = None
     if model.waits_for_kernels:
-        say_that_kernels_come()
         compilation = kernel_cache.Compilation(model.weights, kernel_cache.ENCODER)
     torch.set_grad_enabled(False)
-    adapters = _adapter_loads(settings, model, index, epoch)
+    adapters = _adapter_loads(settings, model, place)
     hello = WorkerHello(
-        device=device,
-        index=index,
-        epoch=epoch,
+        device=place.device,
+        index=place.index,
+        epoch=place.epoch,
         pid=os.getpid(),
         num_blocks=0,
         block_size=0,
@@ -87,23 +79,23 @@ def build_texts(
         adapter_memory=0 if adapters is None else adapters.memory,
         facts=model_facts(settings),
     )
-    return TextRunner(model, index, epoch, Handover() if local else None), hello, compilation, adapters
+    # On the scheduler's host large values may go through shared memory.
+    runner = TextRunner(model, place.index, place.epoch, Handover() if place.local else None)
+    return Served(runner, hello, compilation, Beside(adapters=adapters))
 
 
-def _adapter_loads(settings: Settings, model: Pooler | VitsSpeaker, index: int, epoch: int) -> AdapterLoads | None:
+def _adapter_loads(settings: Settings, model: Pooler | VitsSpeaker, place: Place) -> AdapterLoads | None:
     """Make what reads the adapters of a model beside its batches; None for one that takes none."""
-    from model_worker.adapter_loads import AdapterLoads, default_adapter_memory
     from model_worker.pooling.pooler import Pooler
 
     if not isinstance(model, Pooler) or model.adapters is None:
         return None
     memory = parse_memory(settings.lora_memory, "lora_memory") or default_adapter_memory(model.device)
-    return AdapterLoads(model.adapters, epoch, index, memory)
+    return AdapterLoads(model.adapters, place.epoch, place.index, memory)
 
 
 def _load_one_shot(settings: Settings, device: str) -> Pooler | VitsSpeaker:
     """Load the model of a one-shot task. ValueError says why it cannot be served."""
-    from model_worker.cpu import kernel_cache
     from model_worker.pooling.load import load_pooling
     from model_worker.speech.load import load_speech
 
@@ -130,7 +122,3 @@ def _report(what: str, done: int, total: int) -> None:
         phases.phase(what)
     else:
         phases.tensors(what, done, total)
-
-
-def say_that_kernels_come() -> None:
-    log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
