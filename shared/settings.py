@@ -120,7 +120,7 @@ class Settings:
         "capacity",
         1,
         "processes that are one model worker together, each with a part of every layer, on a CPU or a GPU each "
-        "(docs/scale.md); not with adapters, guesses, images, quantized or changing weights",
+        "(docs/groups.md); not with adapters, guesses, images, quantized or changing weights",
     )
     dtype: str = _setting("model", "auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
     task: str = _setting(
