@@ -6,6 +6,7 @@ by two queues that keep the order, as ZeroMQ does, and lose what the test says.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -317,20 +318,20 @@ async def test_a_request_that_is_lost_again_and_again_fails_with_its_own_error()
 
 
 async def test_a_request_that_stood_in_line_is_not_refused_for_its_length() -> None:
-    with pytest.MonkeyPatch.context() as patch, wire(patch) as running:
-        running.loop.scheduler.limits = replace(LIMITS, max_queued=2)
-        running.worker.hello = replace(running.worker.hello, max_rows=8)
-        for _ in range(2):
-            running.submit()
-            running.up()
-        running.step()
-        for _ in range(2):
-            running.submit()
-            running.up()
-        running.restart()
-        running.loop.scheduler.limits = replace(LIMITS, max_queued=2)
-        running.settle()
-        assert {number: running.outcome(number)[0] for number in range(4)} == {n: expected(n) for n in range(4)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "LIMITS", replace(LIMITS, max_queued=2))
+        with wire(patch) as running:
+            running.worker.hello = replace(running.worker.hello, max_rows=8)
+            for _ in range(2):
+                running.submit()
+                running.up()
+            running.step()
+            for _ in range(2):
+                running.submit()
+                running.up()
+            running.restart()
+            running.settle()
+            assert {number: running.outcome(number)[0] for number in range(4)} == {n: expected(n) for n in range(4)}
 
 
 async def test_a_resumable_stream_is_replayed_from_where_its_replica_stood() -> None:

@@ -1,0 +1,61 @@
+"""What the scheduler says about itself and its workers, for `/ready`, `/metrics` and the API's checks of requests."""
+
+from __future__ import annotations
+
+from interfaces import GENERATE, NO_IMAGES, Status
+from scheduler import placement
+from scheduler.adapter_registry import AdapterRegistry
+from scheduler.limits import Limits
+from scheduler.oneshot import OneShotLane
+from scheduler.open_requests import OpenRequests
+from scheduler.weights_registry import WeightsRegistry
+
+
+def status_of(
+    incarnation: int,
+    requests: OpenRequests,
+    limits: Limits,
+    oneshot: OneShotLane,
+    adapters: AdapterRegistry,
+    weights: WeightsRegistry,
+    backlog_seconds: float,
+) -> Status:
+    """Read what the parts of the scheduler know."""
+    everyone = requests.workers.values()
+    generating = placement.doing(GENERATE, everyone)
+    workers = generating or everyone
+    pooling = [worker for worker in everyone if worker.pools]
+    reason = _why_not_ready(requests, adapters, weights)
+    return Status(
+        incarnation=incarnation,
+        ready=not reason,
+        reason=reason,
+        workers=[worker.status() for worker in everyone],
+        waiting=len(requests.waiting) + oneshot.waiting,
+        running=requests.running + oneshot.running,
+        max_model_len=placement.max_model_len(workers, limits.max_model_len),
+        max_running=sum(len(worker.rows.sequences) for worker in workers),
+        block_size=min((worker.block_size for worker in workers), default=0),
+        vocab_size=placement.vocab_size(workers),
+        counters={**requests.counted(), "adapter_evictions": adapters.evictions},
+        hidden_size=placement.hidden_size(workers),
+        tasks=placement.tasks(everyone),
+        vector_width=placement.hidden_size(pooling),
+        labels=next((worker.hello.labels for worker in pooling if worker.hello.labels), []),
+        codec=next((worker.hello.codec for worker in pooling if worker.hello.codec), None),
+        images=min((worker.hello.images for worker in generating), default=NO_IMAGES),
+        adapters=adapters.status(),
+        takes_adapters=any(worker.adapters.takes_any for worker in everyone),
+        processors=placement.processors(generating),
+        paused=weights.paused,
+        weights=weights.status(),
+        backlog_seconds=backlog_seconds,
+    )
+
+
+def _why_not_ready(requests: OpenRequests, adapters: AdapterRegistry, weights: WeightsRegistry) -> str:
+    if not requests.workers:
+        return "no model worker is ready yet"
+    if adapters.starting:
+        return "the adapters of the setting lora are being loaded"
+    return weights.standstill
