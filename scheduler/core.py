@@ -45,7 +45,7 @@ from scheduler.weights_registry import WeightsRegistry
 from scheduler.workers import Worker
 from shared.weights_file import WeightsFile
 
-_FromWorker = StepResult | OneShotResult | Ready | KvMoved | KvPiece | KvTaken
+_FromWorker = OneShotResult | Ready | KvMoved | KvPiece | KvTaken
 
 
 class Scheduler:
@@ -200,9 +200,11 @@ class Scheduler:
 
     def step_result(self, result: StepResult) -> None:
         """Update the sequences from a step's result. Results of other incarnations and epochs are ignored."""
-        worker = self._sender(result)
-        if worker is not None:
-            results.update(self.requests, worker, worker.receive(result))
+        worker = self.workers.get(result.index)
+        # As in `_sender`, without a call: results of steps are most of the messages.
+        if worker is None or result.incarnation != self.incarnation or result.epoch != worker.hello.epoch:
+            return
+        results.update(self.requests, worker, worker.receive(result))
 
     def images_ready(self, message: Ready) -> None:
         """Let rows run on whose images are encoded, and fail those whose images cannot be."""
