@@ -9,61 +9,32 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 
 from interfaces import (
-    Action,
-    AdapterFailed,
-    AdapterLoaded,
-    AdapterOrder,
     Batch,
-    BatchResult,
-    Cancel,
-    DecisionsAnswer,
-    DecisionsInquiry,
-    Detach,
     Dismissal,
     DropAdapter,
-    Goodbye,
-    Hello,
-    Inquiry,
-    InquiryAnswer,
-    KvMoved,
-    KvPiece,
-    KvTaken,
     LoadAdapter,
-    Order,
-    OrderAnswer,
     Ping,
-    PixelResult,
     PixelStep,
-    Ready,
     Results,
-    Retire,
-    SessionOrder,
     ShipKv,
     Step,
-    StepResult,
-    Submit,
     TakeKv,
-    Unknown,
     Vectors,
     VersionError,
     WeightsCommand,
-    WeightsOrder,
-    WeightsReport,
     WireError,
-    WorkerGoodbye,
-    WorkerHello,
-    WorkerLeaves,
     decode,
 )
+from scheduler.api_messages import ApiMessages
 from scheduler.core import Scheduler
 from scheduler.health import Health
 from scheduler.kv_events import TURN_MS, KvEvents
 from scheduler.process_watch import ProcessWatch
 from scheduler.registration import Registration
+from scheduler.worker_messages import WorkerMessages
 from shared import phases
 from shared.curve import bind_secure
 from shared.endpoints import RunDirectory, is_local_worker
@@ -71,21 +42,6 @@ from shared.sockets import bind_router, readable, receive_from, router, send_to
 
 log = logging.getLogger(__name__)
 
-# What a worker says under its index.
-OfWorker = (
-    StepResult
-    | BatchResult
-    | PixelResult
-    | Ready
-    | KvMoved
-    | KvPiece
-    | KvTaken
-    | AdapterLoaded
-    | AdapterFailed
-    | WeightsReport
-    | WorkerLeaves
-    | WorkerGoodbye
-)
 ToWorker = Step | Batch | PixelStep | ShipKv | TakeKv | Dismissal | LoadAdapter | DropAdapter | WeightsCommand
 
 # Messages taken from one socket before the other socket and the steps are served.
@@ -126,10 +82,12 @@ class Loop:
             scheduler,
             self.health,
             self._watch,
-            lambda identity, message: send_to(self._socket_of(identity), identity, message),
+            self._send_to_worker,
             local_workers,
         )
         self._worker_identity = self._registration.identities
+        self._of_workers = WorkerMessages(scheduler, self.health, self._registration, self._send_to_worker)
+        self._of_replicas = ApiMessages(scheduler, self.health, self._send_to_replica, self._send_results)
         self._curve_keys = curve_keys
         self._kv_events: KvEvents | None = None
         self._stopping = False
@@ -167,9 +125,9 @@ class Loop:
         ended = []
         for one, _ in self._poller.poll(wait_ms):
             if one is self._workers or (self._remote is not None and one is self._remote):
-                self._take(one, self._from_worker)
+                self._take(one, self._of_workers.handle)
             elif one is self._api:
-                self._take(self._api, self._from_api)
+                self._take(self._api, self._of_replicas.handle)
             elif self._kv_events is None or one is not self._kv_events.requests:
                 ended.append(one)
         # After the messages: what a worker sent before its end counts.
@@ -205,153 +163,15 @@ class Loop:
         except Exception:
             log.exception("could not handle a message from %r", identity)
 
-    def _from_api(self, identity: bytes, message: object) -> None:
-        self.health.replica_heard(identity)
-        match message:
-            case Submit():
-                self.scheduler.submit(identity, message)
-            case Cancel():
-                self.scheduler.cancel(identity, message.handles.tolist())
-            case Detach():
-                self.scheduler.detach(identity, message.handles.tolist())
-            case Order():
-                self._run_command(identity, message)
-            case SessionOrder():
-                answer = self.scheduler.sessions.obey(message, self.scheduler.incarnation)
-                send_to(self._api, identity, answer)
-            case AdapterOrder():
-                self.scheduler.adapters.obey(identity, message)
-                self.health.check_soon()
-            case WeightsOrder():
-                self.scheduler.weights.obey(identity, message)
-                self.health.check_soon()
-            case Hello():
-                self._register_replica(identity, message)
-            case Goodbye():
-                self.health.drop_replica(identity, "said goodbye")
-            case Inquiry():
-                self._answer_inquiry(identity, message.request_id)
-            case DecisionsInquiry():
-                decisions = self.scheduler.request_log.decisions(message.request_ids)
-                send_to(self._api, identity, DecisionsAnswer(self.scheduler.incarnation, message.number, decisions))
-            case _:
-                raise WireError(f"an API replica may not send {type(message).__name__}")
+    def _send_to_replica(self, identity: bytes, message: Any) -> bool:
+        return send_to(self._api, identity, message)
 
-    def _register_replica(self, identity: bytes, hello: Hello) -> None:
-        """Register a replica, and send it the requests that it holds open but that are not known here.
-
-        It submits those again.
-        """
-        new = self.scheduler.replicas.greet(identity)
-        if new:
-            log.info("API replica %s is here", hello.replica)
-            self.health.check_soon()
-        unknown = self.scheduler.reconcile(identity, hello.handles.tolist())
-        if unknown:
-            # After the results: they may have the end of one of these requests.
-            self._send_results()
-            send_to(self._api, identity, Unknown(self.scheduler.incarnation, np.array(unknown, np.int32), new))
-
-    def _run_command(self, identity: bytes, order: Order) -> None:
-        """Carry out an operator's command and answer, after the results that it makes."""
-        refused = ""
-        requests = 0
-        match order.action:
-            case Action.FLUSH_CACHE:
-                refused = self.scheduler.flush_cache()
-            case Action.ABORT:
-                requests = self.scheduler.abort(order.request_ids)
-            case Action.PAUSE | Action.CONTINUE:
-                self.scheduler.paused = order.action == Action.PAUSE
-                self.health.check_soon()
-            case Action.RETRACT:
-                requests = self.scheduler.retract()
-            case Action.DRAIN:
-                self.scheduler.requests.drain.begin()
-                requests = self._ending()
-                self.health.check_soon()
-            case Action.DRAIN_ON:
-                refused = self.scheduler.requests.drain.go_on()
-                requests = self._ending()
-            case _:
-                refused = f"there is no action {order.action}"
-        self._send_results()
-        send_to(self._api, identity, OrderAnswer(self.scheduler.incarnation, order.number, refused, requests))
-
-    def _ending(self) -> int:
-        """The number of requests whose end is near: none while nothing is computed."""
-        still = self.scheduler.paused or self.scheduler.weights.absent
-        return 0 if still else self.scheduler.requests.started
+    def _send_to_worker(self, identity: bytes, message: Any) -> bool:
+        return send_to(self._socket_of(identity), identity, message)
 
     def _socket_of(self, identity: bytes) -> zmq.Socket[bytes]:
         """The socket on which a worker is."""
         return self._workers if self._remote is None or is_local_worker(identity) else self._remote
-
-    def _from_worker(self, identity: bytes, message: object) -> None:
-        if isinstance(message, OfWorker) and not self._registration.speaks_for(identity, message.index):
-            # It was given up and another one has its index, or it never had this one.
-            return
-        match message:
-            case StepResult():
-                known = self.scheduler.workers.get(message.index)
-                if known is not None and known.hello.epoch == message.epoch:
-                    self.health.worker_heard(message.index)
-                    self.scheduler.step_result(message)
-            case BatchResult() | PixelResult():
-                known = self.scheduler.workers.get(message.index)
-                if known is not None and known.hello.epoch == message.epoch:
-                    self.health.worker_heard(message.index)
-                    self.scheduler.batch_result(message)
-            case Ready():
-                known = self.scheduler.workers.get(message.index)
-                if known is not None and known.hello.epoch == message.epoch:
-                    self.health.worker_heard(message.index)
-                    self.scheduler.images_ready(message)
-            case KvMoved():
-                self.scheduler.kv_moved(message)
-            case KvPiece() | KvTaken():
-                self.health.worker_heard(message.index)
-                self.scheduler.kv_shipped(message)
-            case WorkerLeaves():
-                self.scheduler.worker_leaves(message)
-            case AdapterLoaded() | AdapterFailed():
-                self._hear_of_adapter(message)
-            case WeightsReport():
-                self._hear_of_weights(identity, message)
-            case WorkerHello():
-                self._registration.hear(identity, message)
-            case WorkerGoodbye():
-                story = f"cannot go on: {message.reason}" if message.reason else "said goodbye"
-                self.health.lose_worker(message.index, message.epoch, story, bool(message.reason) and message.blamed)
-            case _:
-                raise WireError(f"a worker may not send {type(message).__name__}")
-
-    def _hear_of_adapter(self, message: AdapterLoaded | AdapterFailed) -> None:
-        known = self.scheduler.workers.get(message.index)
-        if known is None or known.hello.epoch != message.epoch:
-            return
-        self.health.worker_heard(message.index)
-        if isinstance(message, AdapterLoaded):
-            self.scheduler.adapters.loaded(message)
-        else:
-            self.scheduler.adapters.failed(message)
-        self.health.check_soon()
-
-    def _hear_of_weights(self, identity: bytes, report: WeightsReport) -> None:
-        known = self.scheduler.workers.get(report.index)
-        if known is None or known.hello.epoch != report.epoch:
-            return
-        self.health.worker_heard(report.index)
-        problem = self.scheduler.weights.heard(report)
-        if problem:
-            self.health.lose_worker(report.index, report.epoch, problem, blamed=False)
-            send_to(self._socket_of(identity), identity, Retire(report.epoch, problem))
-        self.health.check_soon()
-
-    def _answer_inquiry(self, identity: bytes, request_id: str) -> None:
-        request_log = self.scheduler.request_log
-        lines = request_log.of(request_id) if request_id else request_log.events
-        send_to(self._api, identity, InquiryAnswer(self.scheduler.incarnation, lines, self.scheduler.status()))
 
     def _send_steps(self) -> None:
         # Until each worker has as many as it may have: the next message to receive may be a result.

@@ -81,10 +81,10 @@ def test_a_predecessor_that_still_encodes_does_not_speak_for_its_successor(
         loop._worker_identity[0] = b"worker"
         columns = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
         for epoch in (7, 0):
-            loop._from_worker(b"worker", Ready(1, epoch, 0, *columns, {}))
+            loop._of_workers.handle(b"worker", Ready(1, epoch, 0, *columns, {}))
             assert heard == ([] if epoch else [0])
-        loop._from_worker(b"another", Ready(1, 0, 0, *columns, {}))
-        loop._from_worker(b"another", WorkerGoodbye(0, 0))
+        loop._of_workers.handle(b"another", Ready(1, 0, 0, *columns, {}))
+        loop._of_workers.handle(b"another", WorkerGoodbye(0, 0))
         assert heard == [0], "a peer speaks for itself alone"
         assert 0 in yard.scheduler.workers
     finally:
@@ -106,7 +106,7 @@ def test_requests_survive_links_of_a_group_that_are_cut_and_no_crash_after_crash
             loop._worker_identity[0] = b"worker"
             yard.scheduler.next_steps()
             goodbye = decode(encode(WorkerGoodbye(0, epoch, "rank 1 is not heard", blamed)))
-            loop._from_worker(b"worker", goodbye)
+            loop._of_workers.handle(b"worker", goodbye)
             assert 0 not in yard.scheduler.workers
         yard.start_worker(0, 5)
         yard.drain()
@@ -133,7 +133,7 @@ def test_a_wait_for_running_requests_does_not_wait_for_those_that_stand_still(
     loop = Loop(yard.scheduler, RunDirectory(tmp_path))
     try:
         for number, action in enumerate((Action.DRAIN, Action.DRAIN_ON, Action.PAUSE, Action.DRAIN, Action.DRAIN_ON)):
-            loop._run_command(REPLICA, Order(number, action))
+            loop._of_replicas.handle(REPLICA, Order(number, action))
         found = [(answer.refused, answer.requests) for answer in answers if isinstance(answer, OrderAnswer)]
         assert found == [("", 1), ("", 1), ("", 0), ("", 0), ("", 0)]
     finally:

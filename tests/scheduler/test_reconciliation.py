@@ -69,6 +69,7 @@ class Wire:
         # While set, the client takes nothing: the scheduler finds its queue full.
         self.full = False
         monkeypatch.setattr(loop_module, "send_to", self._send_to)
+        self._folder = folder
         self.loop = Loop(Scheduler(LIMITS, incarnation=1), RunDirectory(folder))
         self._start_worker()
         self.client.take(encode(self.loop.scheduler.status()))
@@ -103,7 +104,7 @@ class Wire:
 
     def up(self) -> None:
         if self.client.sent:
-            self.loop._from_api(self.identity, decode(self.client.sent.popleft()))
+            self.loop._of_replicas.handle(self.identity, decode(self.client.sent.popleft()))
 
     def down(self) -> None:
         if self.answers:
@@ -138,9 +139,9 @@ class Wire:
 
     def restart(self) -> None:
         """The scheduler dies; what was on its way to it waits, what it had sent is lost from some point on."""
-        scheduler = Scheduler(LIMITS, self.loop.scheduler.incarnation + 1)
-        self.loop.scheduler = scheduler
-        self.loop.health.scheduler = scheduler
+        incarnation = self.loop.scheduler.incarnation + 1
+        self.loop._context.destroy(linger=0)
+        self.loop = Loop(Scheduler(LIMITS, incarnation), RunDirectory(self._folder))
         self._start_worker()
 
     def settle(self) -> None:
@@ -302,7 +303,7 @@ async def test_a_request_that_is_lost_again_and_again_fails_with_its_own_error()
             for data in sent:
                 message = decode(data)
                 if not (isinstance(message, Submit) and message.handle == lost):
-                    running.loop._from_api(running.identity, message)
+                    running.loop._of_replicas.handle(running.identity, message)
             running.hello()
             running.up()
             while running.answers:

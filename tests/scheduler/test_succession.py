@@ -68,13 +68,13 @@ def test_two_workers_under_one_index_do_not_take_turns(
     loop = Loop(yard.scheduler, RunDirectory(tmp_path))
     try:
         for _ in range(3):
-            loop._from_worker(b"worker:1:b", replace(first, epoch=LATER))
+            loop._of_workers.handle(b"worker:1:b", replace(first, epoch=LATER))
         assert yard.scheduler.workers[1].hello.epoch == EARLIER
         assert caplog.text.count("another worker 1 is here already") == 1
         assert 1 not in loop.health._worker_heard, "the one that waits does not speak for the other"
         loop.health.lose_worker(1, EARLIER, "was silent")
-        loop._from_worker(b"worker:1:b", replace(first, epoch=LATER, pid=os.getpid()))
-        loop._from_worker(b"worker:1:a", first)
+        loop._of_workers.handle(b"worker:1:b", replace(first, epoch=LATER, pid=os.getpid()))
+        loop._of_workers.handle(b"worker:1:a", first)
         assert yard.scheduler.workers[1].hello.epoch == LATER
         assert [type(message) for message in sent] == [Retire]
     finally:
