@@ -146,8 +146,8 @@ def _add_worker(commands: Any) -> None:
     )
     group = parser.add_argument_group(
         "a group of ranks on several hosts",
-        "docs/groups.md. One `worker` on each host, with the same keys and settings; what is left out of these three is "
-        "read from LWS_GROUP_SIZE, LWS_WORKER_INDEX and LWS_LEADER_ADDRESS, as a LeaderWorkerSet sets them.",
+        "docs/groups.md. One `worker` on each host, with the same keys and settings; what is left out of these three "
+        "is read from LWS_GROUP_SIZE, LWS_WORKER_INDEX and LWS_LEADER_ADDRESS, as a LeaderWorkerSet sets them.",
     )
     group.add_argument("--nodes", type=int, default=None, metavar="N", help="hosts whose ranks are one worker")
     group.add_argument("--node", type=int, default=None, metavar="N", help="number of this host, from 0")

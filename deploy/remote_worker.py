@@ -9,21 +9,20 @@ import dataclasses
 from pathlib import Path
 
 from deploy.child import ChildSpec
+from deploy.devices import resolve_devices
+from deploy.environments import common_environment, cpu_share
 from deploy.model_paths import resolve_model
 from deploy.nodes import Nodes
-from deploy.run_directory import keep_settings, parent_directory, private_run_directory
-from deploy.serve import (
+from deploy.processes import (
     HANG_SECONDS,
     SECONDS_TO_STOP_A_RANK,
     command,
-    common_environment,
-    cpu_share,
     keeper_spec,
-    resolve_devices,
-    sweep_shared_memory,
     worker_hang_seconds,
     worker_specs,
 )
+from deploy.run_directory import keep_settings, parent_directory, private_run_directory
+from deploy.serve import sweep_shared_memory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
 from shared import curve

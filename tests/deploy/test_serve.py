@@ -16,18 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.child import ChildSpec
+from deploy.devices import resolve_devices, unused_gpus
+from deploy.environments import common_environment, cpu_share, one_thread
 from deploy.model_paths import resolve_further_models, resolve_model
+from deploy.processes import child_specs
 from deploy.remote_worker import remote_specs
-from deploy.serve import (
-    SHARED_MEMORY,
-    child_specs,
-    common_environment,
-    cpu_share,
-    one_thread,
-    resolve_devices,
-    sweep_shared_memory,
-    unused_gpus,
-)
+from deploy.serve import SHARED_MEMORY, sweep_shared_memory
 from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
 from shared.settings import Settings, SettingsError
