@@ -208,7 +208,7 @@ async def _serve(models: list[_Model], role: str, listeners: list[socket.socket]
         try:
             for state in server.models:
                 await state.constraints.close()
-                await state.close_media()
+                await state.media.close()
         finally:
             await tracing.close()
             if otel_metrics is not None:
@@ -224,16 +224,16 @@ async def _warm(server: ServerState) -> None:
     """Starts the helper processes, so that no first request waits for them: that of media once a worker takes some."""
     if server.recogniser is not None:
         with contextlib.suppress(ProcessLost):
-            await server.clips.client.start()
+            await server.media.clips.client.start()
         return
     await server.constraints.start()
     if server.settings.vision:
-        await server.image_facts.warm()
+        await server.media.image_facts.warm()
     while server.max_model_len is None:  # noqa: ASYNC110 (a heartbeat brings it, and no event)
         await asyncio.sleep(1.0)
     if server.sees or server.listens:
         with contextlib.suppress(ProcessLost):
-            await server.images.client.start()
+            await server.media.images.client.start()
 
 
 async def _beat() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -20,19 +20,13 @@ from api_server.accounts.ledger import Ledger
 from api_server.answers.formats import AnswerFormats
 from api_server.answers.observer import Observer
 from api_server.batches.store import Store
-from api_server.body.bodies import MAX_BODY_BYTES, Bodies
+from api_server.body.bodies import Bodies
 from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
 from api_server.engine.health import Health
 from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.media.client import MediaClient
-from api_server.media.clips import Clips
-from api_server.media.facts import ImageFacts
-from api_server.media.images import Images
-from api_server.media.originals import Originals
-from api_server.media.protocol import Start
-from api_server.media.voice_clips import VoiceClips
+from api_server.media_readers import MediaReaders
 from api_server.text.late_interaction import TokenMarks, keep_whole, token_marks
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
@@ -45,22 +39,13 @@ from shared.access_keys import AccessKeys
 from shared.adapter_paths import ANY_MODEL
 from shared.addresses import only_loopback
 from shared.fetch_hosts import FetchHosts
-from shared.listening import listens
 from shared.pixel_adapters import digests
 from shared.process_table import ProcessState
 from shared.recogniser_files import RecogniserFiles
-from shared.setting_checks import parse_memory
 from shared.settings import Settings
-from shared.tokenizer_files import read_json
 
 if TYPE_CHECKING:
     from api_server.chat.url_fetch import UrlFetcher
-
-# Tokens of an image without --max-image-tokens, on a CPU and on a GPU.
-_IMAGE_TOKENS_ON_CPU = 1280
-_IMAGE_TOKENS_ON_GPU = 4096
-# Tokens of a video without --max-video-tokens, as a multiple of those of an image.
-_VIDEO_FACTOR = 4
 
 
 @dataclass
@@ -79,6 +64,7 @@ class ServerState:
     # Observers of every generation (metrics).
     observers: list[Observer] = field(default_factory=list)
     formats: AnswerFormats = field(init=False)
+    media: MediaReaders = field(init=False)
     # Unix time shown as the model's creation time.
     created: int = field(default_factory=lambda: int(time.time()))
     # The supervisor's file of silent processes; None without a supervisor.
@@ -109,8 +95,11 @@ class ServerState:
         self.keys = AccessKeys.of(self.settings)
         self.accounts = Accounts(Ledger(self.accounts_file), self.keys)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
+        files = self.recogniser, self.speaking, self.image_key
+        # A further model gets the observers of the first one.
+        self.media = MediaReaders(self.settings, self.engine, *files, lambda: self.observers)
         self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
-        self.tokenizer.images = lambda: self.images if self.sees or self.listens else None
+        self.tokenizer.images = lambda: self.media.images if self.sees or self.listens else None
 
     @cached_property
     def store(self) -> Store | None:
@@ -177,11 +166,6 @@ class ServerState:
         """Digests of the adapters of a model that paints, by name. Reads all of their files."""
         return digests(self.settings.adapter_paths)
 
-    @cached_property
-    def originals(self) -> Originals:
-        """The images of requests that are painted anew. Made for a model that paints."""
-        return Originals(MediaClient({"edits": True}), self.engine.segments)
-
     @property
     def sees(self) -> bool:
         """True when the workers take images. Those of a recogniser, and of a model that hears, are sounds."""
@@ -192,79 +176,10 @@ class ServerState:
         """True when the workers take the sounds of conversations."""
         return self.has_ears and self.engine.model.images != NO_IMAGES
 
-    @cached_property
+    @property
     def has_ears(self) -> bool:
         """True when the model hears, whatever its workers take."""
-        return listens(read_json(self.settings.model, "config.json"))
-
-    @cached_property
-    def clips(self) -> Clips:
-        """The sound files of requests. Made for a model that transcribes."""
-        assert self.recogniser is not None
-        form = self.recogniser.mel
-        client = MediaClient({"model": self.settings.model, "mel": asdict(form)})
-        return Clips(
-            form,
-            client,
-            self.engine.segments,
-            self.image_key,
-            most_bytes=MAX_BODY_BYTES,
-            most_seconds=self.settings.max_audio_seconds,
-            observe=self._observe_clip,
-        )
-
-    @cached_property
-    def voice_clips(self) -> VoiceClips:
-        """The clips of voices to imitate. Made for a model that generates speech tokens."""
-        assert self.speaking is not None
-        rate = self.speaking.files.codec.clip_rate
-        return VoiceClips(rate, self.engine.segments, self.image_key, self._observe_clip)
-
-    @cached_property
-    def images(self) -> Images:
-        """The images, or the sounds, of requests. Made for a model that sees or listens."""
-        most = self.settings.max_image_tokens or self._image_tokens()
-        most_of_video = self.settings.max_video_tokens or most * _VIDEO_FACTOR
-        start: Start = {"model": self.settings.model, "most_tokens": most, "most_video_tokens": most_of_video}
-        if self.has_ears:
-            start = {"model": self.settings.model, "most_seconds": self.settings.max_audio_seconds}
-        most_bytes = parse_memory(self.settings.media_cache, "media_cache") or 0
-        limits = (most, most_of_video)
-        segments = self.engine.segments
-        return Images(
-            self.image_facts,
-            MediaClient(start),
-            limits,
-            segments,
-            most_bytes,
-            self.image_key,
-            observe=self._observe_image,
-            most_videos=self.settings.limit_images,
-            heard=self._observe_clip,
-        )
-
-    @cached_property
-    def image_facts(self) -> ImageFacts:
-        return ImageFacts(self.settings.model, self.settings.max_audio_seconds if self.has_ears else None)
-
-    def _image_tokens(self) -> int:
-        workers = self.engine.status.workers if self.engine.status else []
-        on_gpu = any(worker.device.startswith("cuda") for worker in workers)
-        return _IMAGE_TOKENS_ON_GPU if on_gpu else _IMAGE_TOKENS_ON_CPU
-
-    def _observe_image(self, seconds: float) -> None:
-        for observer in self.observers:
-            observer.image(seconds)
-
-    def _observe_clip(self, seconds: float, took: float) -> None:
-        for observer in self.observers:
-            observer.clip(seconds, took)
-
-    async def close_media(self) -> None:
-        """Ends the processes that read images and sound, as far as there are any."""
-        for name in ("images", "clips", "originals", "voice_clips"):
-            if name in self.__dict__:
-                await self.__dict__[name].client.close()
+        return self.media.has_ears
 
     @cached_property
     def batch_tokenizer(self) -> BatchTokenizer:

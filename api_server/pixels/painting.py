@@ -90,7 +90,7 @@ async def _context(call: Call, files: PixelFiles, wish: Wish) -> PaintingContext
         context = replace(context, lora=await _adapter(server, wish.lora), lora_scale=_scale(wish))
     if wish.picture is not None:
         async with scheduling.spending("reading its image"):
-            original = await server.originals.read(
+            original = await server.media.originals.read(
                 wish.picture, wish.mask, context.width, context.height, (wish.picture_field, wish.mask_field)
             )
         context = replace(context, original=original.pixels, mask=original.mask)
@@ -120,7 +120,7 @@ async def _with_size(server: ServerState, files: PixelFiles, wish: Wish) -> Wish
             raise invalid(f"{missing}: the other side alone would stretch the image: send both, or neither", missing)
         return wish
     async with scheduling.spending("reading its image"):
-        width, height = await server.originals.size(wish.picture, wish.picture_field)
+        width, height = await server.media.originals.size(wish.picture, wish.picture_field)
     height, width = files.size_like(height, width)
     return replace(wish, width=width, height=height)
 

@@ -83,11 +83,11 @@ async def _codes(call: Call, wish: Wish) -> list[int]:
     server = call.server
     source = source_of(wish.ref_audio, _FIELD)
     (data,) = await bytes_of(server, [source], Budget("sound", MOST_BYTES, MOST_BYTES, _FIELD))
-    clip = await server.voice_clips.read(data, _FIELD)
-    codes = server.voice_clips.codes(clip.digest)
+    clip = await server.media.voice_clips.read(data, _FIELD)
+    codes = server.media.voice_clips.codes(clip.digest)
     if codes is None:
         codes = await _encoded(call, clip)
-        server.voice_clips.keep(clip.digest, codes)
+        server.media.voice_clips.keep(clip.digest, codes)
     return codes
 
 

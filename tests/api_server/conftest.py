@@ -585,7 +585,7 @@ def serving(
         batches.cancel()
         await asyncio.gather(batches, return_exceptions=True)
         await tracing.close()
-        await found["state"].close_media()
+        await found["state"].media.close()
         await found["state"].constraints.close()
         engine.close()
 

@@ -156,7 +156,7 @@ async def _answer(call: Call, task: str) -> Response:
             prepared = await Listening.prepared(call.server, data, wish)
         else:
             async with scheduling.spending("reading its file"):
-                clip = await call.server.clips.read(data, "file")
+                clip = await call.server.media.clips.read(data, "file")
             transcription = Transcription(call.server, clip, wish)
     if call.server.recogniser is None:
         return await _heard(Listening(call.server, prepared), form, streams)
@@ -164,7 +164,7 @@ async def _answer(call: Call, task: str) -> Response:
         transcription.begin()
         frames = await begun(_events(transcription), transcription.close)
         return EventStream(frames, transcription.close, error_frame)
-    with call.server.clips.holding(transcription.attention_bytes):
+    with call.server.media.clips.holding(transcription.attention_bytes):
         transcription.begin()
         await transcription.collect()
     return _WRITERS[form](transcription, task)

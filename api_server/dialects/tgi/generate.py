@@ -58,7 +58,7 @@ async def prompt_and_images(inputs: str, call: Call) -> tuple[str, list[LoadedIm
     loaded = await images.load_sources(call.server, sources, "inputs")
     if not loaded:
         return inputs, []
-    mark = (await call.server.images.vision()).mark
+    mark = (await call.server.media.images.vision()).mark
     return _IMAGE.sub(lambda _: mark, inputs), loaded
 
 

@@ -453,7 +453,7 @@ def test_segments_go_with_the_request_and_the_cache(start: Start, tmp_path: Path
 
 def test_a_killed_process_costs_no_request(seeing: LiveServer) -> None:
     ok(seeing, CHAT, chat(image_part(png()), text_part("What?")))
-    client = seeing.state.images.client
+    client = seeing.state.media.images.client
     first = client.pid
     assert first is not None
     stop = threading.Event()

@@ -165,7 +165,7 @@ def test_images_and_videos_in_one_message(watching: LiveServer) -> None:
 
 
 def test_a_video_is_read_once(watching: LiveServer) -> None:
-    images = watching.state.images
+    images = watching.state.media.images
     video = clips.animation(count=5)
     body = chat(video_part(uri(video)), text_part(QUESTION))
     before = len(images._kept)
@@ -175,7 +175,7 @@ def test_a_video_is_read_once(watching: LiveServer) -> None:
 
 
 def test_a_waiting_video_is_dropped_with_its_client(watching: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = watching.state.images
+    images = watching.state.media.images
     monkeypatch.setattr(images, "_video_slots", asyncio.Semaphore(0))
     body = chat(video_part(uri(clips.animation(count=7))), text_part(QUESTION))
     leave_when(lambda: len(images._coming) == 1, watching, CHAT, body)

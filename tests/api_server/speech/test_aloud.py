@@ -111,7 +111,7 @@ async def test_a_clip_takes_of_the_requests_time_and_leaves_room_for_a_sentence(
             await Aloud(call, server, None, 7, uri, "dark " * 200).begin()
         assert (refused.value.kind, refused.value.field) == (ErrorKind.TOO_LONG, "ref_text")
     finally:
-        await server.close_media()
+        await server.media.close()
         engine.close()
         double.close()
         server.accounts.close()
