@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from interfaces import GENERATE, NO_IMAGES, Status
+from interfaces import GENERATE, NO_IMAGES, Status, WorkerStatus
 from scheduler import placement
 from scheduler.adapter_registry import AdapterRegistry
 from scheduler.limits import Limits
 from scheduler.oneshot import OneShotLane
 from scheduler.open_requests import OpenRequests
 from scheduler.weights_registry import WeightsRegistry
+from scheduler.workers import Worker
 
 
 def status_of(
@@ -30,7 +31,7 @@ def status_of(
         incarnation=incarnation,
         ready=not reason,
         reason=reason,
-        workers=[worker.status() for worker in everyone],
+        workers=[_worker_status(worker) for worker in everyone],
         waiting=len(requests.waiting) + oneshot.waiting,
         running=requests.running + oneshot.running,
         max_model_len=placement.max_model_len(workers, limits.max_model_len),
@@ -59,3 +60,35 @@ def _why_not_ready(requests: OpenRequests, adapters: AdapterRegistry, weights: W
     if adapters.starting:
         return "the adapters of the setting lora are being loaded"
     return weights.standstill
+
+
+def _worker_status(worker: Worker) -> WorkerStatus:
+    hello = worker.hello
+    waits = [wait[0] for wait in (worker.in_flight.waited(), worker.batches.waited()) if wait is not None]
+    spill = worker.spill
+    return WorkerStatus(
+        device=hello.device,
+        index=hello.index,
+        epoch=hello.epoch,
+        running=worker.rows.running + worker.batches.requests + worker.beside.requests,
+        blocks_total=worker.pool.num_blocks,
+        blocks_used=worker.pool.used,
+        blocks_cached=worker.pool.cached,
+        steps=worker.in_flight.answered + worker.batches.answered + worker.beside.answered,
+        seconds_since_step=min(waits, default=0.0),
+        drafted=hello.drafted,
+        accepted=hello.accepted,
+        drafts=hello.drafts,
+        accepted_at=hello.accepted_at,
+        encoded=hello.encoded,
+        image_hits=hello.image_hits,
+        encode_ms=hello.encode_ms,
+        backend=hello.backend,
+        tasks=hello.tasks,
+        placed_tokens=worker.beginnings.placed_tokens,
+        saved_tokens=worker.beginnings.saved_tokens,
+        spill_slots=spill.slots,
+        spill_used=spill.used,
+        spilled_blocks=spill.saved,
+        loaded_tokens=spill.loaded * worker.block_size,
+    )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import GENERATE, PoolingTask, StepResult, WorkerHello, WorkerStatus
+from interfaces import GENERATE, PoolingTask, StepResult, WorkerHello
 from scheduler.batches_in_flight import BatchesInFlight
 from scheduler.blocks import BlockPool
 from scheduler.image_rows import ImageRows
@@ -263,36 +263,6 @@ class Worker:
         head = self.in_flight.steps[0]
         rows = f"{head.rows[:16].tolist()}{' and more' if len(head.rows) > 16 else ''}"
         return f"{text} in step {head.number} with rows {rows} of requests {shown or 'that have ended'}"
-
-    def status(self) -> WorkerStatus:
-        waits = [wait[0] for wait in (self.in_flight.waited(), self.batches.waited()) if wait is not None]
-        spill = self.spill
-        return WorkerStatus(
-            device=self.hello.device,
-            index=self.hello.index,
-            epoch=self.hello.epoch,
-            running=self.rows.running + self.batches.requests + self.beside.requests,
-            blocks_total=self.pool.num_blocks,
-            blocks_used=self.pool.used,
-            blocks_cached=self.pool.cached,
-            steps=self.in_flight.answered + self.batches.answered + self.beside.answered,
-            seconds_since_step=min(waits, default=0.0),
-            drafted=self.hello.drafted,
-            accepted=self.hello.accepted,
-            drafts=self.hello.drafts,
-            accepted_at=self.hello.accepted_at,
-            encoded=self.hello.encoded,
-            image_hits=self.hello.image_hits,
-            encode_ms=self.hello.encode_ms,
-            backend=self.hello.backend,
-            tasks=self.hello.tasks,
-            placed_tokens=self.beginnings.placed_tokens,
-            saved_tokens=self.beginnings.saved_tokens,
-            spill_slots=spill.slots,
-            spill_used=spill.used,
-            spilled_blocks=spill.saved,
-            loaded_tokens=spill.loaded * self.block_size,
-        )
 
     def _fresh_blocks(self, sequence: Sequence, found: Beginning) -> int:
         """Blocks that a sequence needs beside those that it begins with, one token ahead."""
