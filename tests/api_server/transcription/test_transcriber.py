@@ -223,7 +223,7 @@ class Sounds:
 
 async def ask(place: Place, route: str, body: bytes, clip: Clip | None = None) -> tuple[int, Any]:
     """Status and answer of a request with this body."""
-    vars(place.state)["clips"] = Sounds(clip)
+    vars(place.state.media)["clips"] = Sounds(clip)
     [found] = [each for each in transcriptions.routes() if each.path == route]
     caller = Caller("key")
     scope = {
