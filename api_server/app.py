@@ -14,9 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from http import HTTPStatus
-from typing import Any
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -63,6 +61,7 @@ from api_server.web import openapi, page
 from api_server.web.access import PUBLIC_PATHS, identify, public_paths
 from api_server.web.direct_router import DirectRouter
 from api_server.web.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
+from api_server.web.json_bodies import json_response
 from shared import logs
 
 log = logging.getLogger("tokenyard")
@@ -273,15 +272,11 @@ async def _health_generate(call: Call) -> Response:
 
 
 def _unhealthy(reason: str) -> Response:
-    return _json(503, {"error": "unhealthy", "error_type": "healthcheck", "reason": reason})
+    return json_response({"error": "unhealthy", "error_type": "healthcheck", "reason": reason}, 503)
 
 
 async def _ready(call: Call) -> Response:
     health = call.server.health
     if health.ready:
-        return _json(200, {"ready": True})
-    return _json(503, {"ready": False, "reason": health.reason})
-
-
-def _json(status: int, value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
+        return json_response({"ready": True})
+    return json_response({"ready": False, "reason": health.reason}, 503)

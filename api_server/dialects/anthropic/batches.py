@@ -24,6 +24,7 @@ from api_server.dialects.anthropic.schema import ErrorAnswer
 from api_server.dialects.openai.files import query, store_of
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import json_response
 
 TAG = "anthropic"
 _DIALECT = "anthropic"
@@ -116,7 +117,7 @@ async def create(call: Call) -> Response:
     finally:
         # The batch has the lines under a name of its own.
         await asyncio.to_thread(store.delete_file, tenant, source.id)
-    return _json(_shown(made, call))
+    return json_response(_shown(made, call))
 
 
 def _read(call: Call) -> BatchBody:
@@ -171,7 +172,7 @@ async def list_batches(call: Call) -> Response:
     data = [_shown(batch, call) for batch in shown]
     more = first > 0 if "before_id" in asked else first + len(shown) < len(found)
     ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return _json({"data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]})
+    return json_response({"data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]})
 
 
 def _place(ids: Sequence[str], wanted: str, field: str) -> int:
@@ -182,7 +183,7 @@ def _place(ids: Sequence[str], wanted: str, field: str) -> int:
 
 async def show(call: Call) -> Response:
     """GET /v1/messages/batches/{batch_id}."""
-    return _json(_shown(await _found(call), call))
+    return json_response(_shown(await _found(call), call))
 
 
 async def cancel(call: Call) -> Response:
@@ -190,7 +191,7 @@ async def cancel(call: Call) -> Response:
     batch = await _found(call)
     if batch.active:
         await asyncio.to_thread(store_of(call).cancel, batch)
-    return _json(_shown(await _found(call), call))
+    return json_response(_shown(await _found(call), call))
 
 
 async def delete(call: Call) -> Response:
@@ -199,7 +200,7 @@ async def delete(call: Call) -> Response:
     if not _ended(batch):
         raise invalid(f"the batch {batch.id} has not ended: cancel it first", "batch_id")
     await asyncio.to_thread(store_of(call).delete_batch, batch)
-    return _json({"id": batch.id, "type": "message_batch_deleted"})
+    return json_response({"id": batch.id, "type": "message_batch_deleted"})
 
 
 async def read_results(call: Call) -> Response:
@@ -283,7 +284,3 @@ def _shown(batch: Batch, call: Call) -> dict[str, Any]:
 
 def _time(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -30,6 +29,7 @@ from api_server.errors import invalid
 from api_server.generation.generation import Generation, generate
 from api_server.release import release
 from api_server.web.endpoint import Call, Document, Handler, endpoint
+from api_server.web.json_bodies import json_response
 from api_server.web.sse import EventStream, frame
 
 TAG = "kserve"
@@ -87,26 +87,26 @@ def _page(path: str, handler: Handler, document: Document) -> Route:
 
 async def server_facts(call: Call) -> Response:
     """GET /v2."""
-    return _json({"name": "tokenyard", "version": release(), "extensions": ["generate"]})
+    return json_response({"name": "tokenyard", "version": release(), "extensions": ["generate"]})
 
 
 async def live(call: Call) -> Response:
     """GET /v2/health/live."""
     alive = call.server.health.alive
-    return _json({"live": alive}, 200 if alive else 503)
+    return json_response({"live": alive}, 200 if alive else 503)
 
 
 async def readiness(call: Call) -> Response:
     """GET /v2/health/ready."""
     ready = call.server.health.ready
-    return _json({"ready": ready}, 200 if ready else 503)
+    return json_response({"ready": ready}, 200 if ready else 503)
 
 
 async def model_ready(call: Call) -> Response:
     """GET /v2/models/{model}/ready."""
     requests.check_model(call)
     ready = call.server.engine.health().ready
-    return _json({"name": call.path_params["model"], "ready": ready}, 200 if ready else 503)
+    return json_response({"name": call.path_params["model"], "ready": ready}, 200 if ready else 503)
 
 
 async def model_facts(call: Call) -> Response:
@@ -115,7 +115,7 @@ async def model_facts(call: Call) -> Response:
     generates = call.server.pooled_model is None
     inputs = [{"name": requests.PROMPT, "datatype": "BYTES", "shape": [-1]}] if generates else []
     outputs = [{"name": name, "datatype": kind, "shape": [-1]} for name, (kind, _) in _OUTPUTS.items()]
-    return _json(
+    return json_response(
         {
             "name": call.path_params["model"],
             "versions": [requests.VERSION],
@@ -146,7 +146,7 @@ async def infer(call: Call) -> Response:
         }
         for name in wanted
     ]
-    return _json(_envelope(call, body.id) | {"outputs": outputs})
+    return json_response(_envelope(call, body.id) | {"outputs": outputs})
 
 
 async def generate_once(call: Call) -> Response:
@@ -154,7 +154,7 @@ async def generate_once(call: Call) -> Response:
     body, generation = await _generation(call)
     (choice,) = await generation.collect()
     answer = {"text_output": choice.text, "finish_reason": _reason(choice)}
-    return _json(_envelope(call, body.id) | answer)
+    return json_response(_envelope(call, body.id) | answer)
 
 
 async def generate_stream(call: Call) -> Response:
@@ -185,7 +185,3 @@ def _envelope(call: Call, given_id: str | None) -> dict[str, Any]:
 def _reason(choice: Choice) -> str:
     """The reason for the end. Raises RequestFailed for an answer that the server cut off."""
     return "length" if complete(choice.finish).kind == "length" else "stop"
-
-
-def _json(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -10,7 +10,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -22,6 +21,7 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation.weights import version_of
 from api_server.state import ServerState
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import json_response
 from shared.gguf.config import config_of
 from shared.gguf.file import open_gguf, parts_of
 from shared.gguf.format import is_gguf
@@ -76,7 +76,7 @@ async def tags(call: Call) -> Response:
     for state in call.server.models:
         files = await _files(state)
         found += [_listed(state, name, files) for name in (state.model_name, *state.adapters)]
-    return _json({"models": found})
+    return json_response({"models": found})
 
 
 async def running(call: Call) -> Response:
@@ -88,12 +88,12 @@ async def running(call: Call) -> Response:
             more = {"size_vram": files.size if _on_gpu(state) else 0, "expires_at": _NEVER}
             listed = _listed(state, state.model_name, files)
             found.append(listed | more | {"context_length": state.max_model_len})
-    return _json({"models": found})
+    return json_response({"models": found})
 
 
 async def version(call: Call) -> Response:
     """GET /api/version."""
-    return _json({"version": API_VERSION})
+    return json_response({"version": API_VERSION})
 
 
 async def show(call: Call) -> Response:
@@ -105,7 +105,7 @@ async def show(call: Call) -> Response:
     state = call.server
     files = await _files(state)
     listed = _listed(state, name, files)
-    return _json(
+    return json_response(
         {
             "modelfile": f"FROM {name}\n",
             "parameters": "",
@@ -199,7 +199,3 @@ def _of_folder(model: str) -> _Files:
         sum(each.stat().st_size for each in weights),
         inner | config,
     )
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -19,6 +17,7 @@ from api_server.dialects.plain_errors import STATUSES
 from api_server.errors import invalid
 from api_server.generation.generation import generate
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import json_response
 from api_server.web.sse import EventStream
 from interfaces import TextGenerationRequest
 
@@ -99,7 +98,7 @@ async def _answer(call: Call, body: ChatBody | GenerateBody, request: TextGenera
     generation = await generate(call.server, request)
     if not streams:
         (choice,) = await generation.collect()
-        return _json(rendering.answer(model, choice, form, writer, context))
+        return json_response(rendering.answer(model, choice, form, writer, context))
     return EventStream(
         rendering.lines(model, generation, form, writer, context),
         generation.close,
@@ -113,8 +112,4 @@ def _loaded(call: Call, body: ChatBody | GenerateBody, form: Form) -> Response:
     model = requests.adapter_of(call) or call.server.model_name
     call.server.check_family(False)
     answer = rendering.loaded(model, form, body.keep_alive)
-    return _json(answer) if body.stream is False else Response(line(answer), media_type=MEDIA_TYPE)
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+    return json_response(answer) if body.stream is False else Response(line(answer), media_type=MEDIA_TYPE)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,6 +17,7 @@ from api_server.dialects.openai.files import page, query, store_of
 from api_server.dialects.openai.schema import Body, ErrorAnswer
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import json_response
 
 TAG = "openai"
 # The routes that a batch may have.
@@ -117,7 +117,7 @@ async def create(call: Call) -> Response:
         now + SECONDS,
         metadata=body.metadata,
     )
-    return _json(_shown(await asyncio.to_thread(store.create, batch, source)))
+    return json_response(_shown(await asyncio.to_thread(store.create, batch, source)))
 
 
 async def list_batches(call: Call) -> Response:
@@ -128,7 +128,7 @@ async def list_batches(call: Call) -> Response:
 
 async def show(call: Call) -> Response:
     """GET /v1/batches/{batch_id}."""
-    return _json(_shown(await _found(call)))
+    return json_response(_shown(await _found(call)))
 
 
 async def cancel(call: Call) -> Response:
@@ -137,7 +137,7 @@ async def cancel(call: Call) -> Response:
     if not batch.active and batch.status != "cancelling":
         raise invalid(f"the batch {batch.id} has ended ({batch.status}): there is nothing to cancel", "batch_id")
     await asyncio.to_thread(store_of(call).cancel, batch)
-    return _json(_shown(await _found(call)))
+    return json_response(_shown(await _found(call)))
 
 
 async def _found(call: Call) -> Batch:
@@ -165,7 +165,3 @@ def _shown(batch: Batch) -> dict[str, Any]:
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "metadata": batch.metadata,
     }
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import orjson
 from pydantic import BaseModel
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -23,6 +22,7 @@ from api_server.dialects.openai.errors import render_error
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.web.endpoint import Call, Document, discard_body, endpoint
+from api_server.web.json_bodies import json_response
 from api_server.web.read_body import ClientGone
 
 TAG = "openai"
@@ -96,14 +96,14 @@ async def list_files(call: Call) -> Response:
 async def show(call: Call) -> Response:
     """GET /v1/files/{file_id}."""
     file = await asyncio.to_thread(store_of(call).file, call.caller.name, call.path_params["file_id"])
-    return _json(_shown(file))
+    return json_response(_shown(file))
 
 
 async def delete(call: Call) -> Response:
     """DELETE /v1/files/{file_id}."""
     name = call.path_params["file_id"]
     await asyncio.to_thread(store_of(call).delete_file, call.caller.name, name)
-    return _json({"id": name, "object": "file", "deleted": True})
+    return json_response({"id": name, "object": "file", "deleted": True})
 
 
 async def read_content(call: Call) -> Response:
@@ -134,7 +134,7 @@ def page(found: Sequence[dict[str, Any]], asked: dict[str, str], default: int, m
     data = list(found[start : start + int(limit)])
     ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     more = start + len(data) < len(found)
-    return _json({"object": "list", "data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]})
+    return json_response({"object": "list", "data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]})
 
 
 class Upload:
@@ -154,7 +154,7 @@ class Upload:
         call = Call(state["server"], scope, b"", state["request_id"])
         body = _Body(receive)
         try:
-            response = _json(_shown(await _receive(call, body)))
+            response = json_response(_shown(await _receive(call, body)))
         except ClientGone:
             return
         except RequestFailed as error:
@@ -322,7 +322,3 @@ def _shown(file: StoredFile) -> dict[str, Any]:
         "purpose": file.purpose,
         "status": "processed",
     }
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
@@ -26,6 +25,7 @@ from api_server.dialects.openai.spoken_chat import SpokenChat
 from api_server.generation.generation import Generation, generate
 from api_server.state import ServerState
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import json_response
 from api_server.web.sse import EventStream
 
 TAG = "openai"
@@ -74,7 +74,7 @@ async def chat_completions(call: Call) -> Response:
     choices = await generation.collect()
     answer = rendering.chat_answer(envelope, choices, writer)
     extras.add_to_chat(answer, body, choices, call.server.tokenizer)
-    return _json(answer)
+    return json_response(answer)
 
 
 async def _spoken(call: Call, body: ChatBody, envelope: rendering.Envelope) -> Response:
@@ -95,7 +95,7 @@ async def _spoken(call: Call, body: ChatBody, envelope: rendering.Envelope) -> R
     if body.stream:
         return EventStream(spoken.frames(generation), close, error_frame)
     try:
-        return _json(await spoken.answer(generation))
+        return json_response(await spoken.answer(generation))
     finally:
         close()
 
@@ -113,7 +113,7 @@ async def completions(call: Call) -> Response:
     choices = rendering.best(await generation.collect(), body.n or 1)
     answer = rendering.completion_answer(envelope, generation.choices, choices, echoes, writer)
     extras.add_to_completion(answer, body, choices, call.server.tokenizer)
-    return _json(answer)
+    return json_response(answer)
 
 
 def _writer(call: Call, body: ExtendedBody, most: int) -> LogprobWriter:
@@ -123,13 +123,13 @@ def _writer(call: Call, body: ExtendedBody, most: int) -> LogprobWriter:
 async def list_models(call: Call) -> Response:
     models = [_model(state) for state in call.server.models]
     adapters = [_adapter(state, name) for state in call.server.models for name in state.adapters]
-    return _json({"object": "list", "data": [*models, *adapters]})
+    return json_response({"object": "list", "data": [*models, *adapters]})
 
 
 async def show_model(call: Call) -> Response:
     name = call.path_params["model"]
     adapter = call.server.check_model(name)
-    return _json(_model(call.server) if adapter is None else _adapter(call.server, adapter))
+    return json_response(_model(call.server) if adapter is None else _adapter(call.server, adapter))
 
 
 async def _echoes(server: ServerState, body: CompletionBody, generation: Generation) -> list[Echo]:
@@ -187,7 +187,3 @@ def _adapter(server: ServerState, name: str) -> dict[str, Any]:
     """An adapter, as a model with a parent. Its path is an operator's matter: `root` has the last part."""
     root = PurePath(server.adapters[name].path).name
     return _model(server) | {"id": name, "root": root, "parent": server.model_name}
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

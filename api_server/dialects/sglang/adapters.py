@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
-from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import adapters
 from api_server.web.access import operators_only
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import read_json
 from interfaces import AdapterAnswer, AdapterState, AdapterStatus, LoRAStatus
 
 TAG = "adapters"
 # Time in which the requests of an unloaded adapter may end.
 UNLOAD_SECONDS = 30.0
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class _Body(BaseModel):
@@ -81,7 +79,7 @@ def routes() -> list[Route]:
 
 
 async def load_adapter(call: Call) -> Response:
-    body = _read(LoadLoRAAdapter, call)
+    body = read_json(call, LoadLoRAAdapter)
     try:
         answer = await adapters.load(call.server, body.lora_name, body.lora_path, pinned=body.pinned)
     except RequestFailed as error:
@@ -90,7 +88,7 @@ async def load_adapter(call: Call) -> Response:
 
 
 async def load_tensors(call: Call) -> Response:
-    body = await call.apart(lambda: _read(LoadLoRAAdapterFromTensors, call))
+    body = await call.apart(lambda: read_json(call, LoadLoRAAdapterFromTensors))
     given = body.serialized_named_tensors
     try:
         weights = await call.apart(lambda: adapters.safetensors_of(given, "serialized_named_tensors"))
@@ -102,7 +100,7 @@ async def load_tensors(call: Call) -> Response:
 
 async def unload_adapter(call: Call) -> Response:
     """Answers when the adapter's requests have ended, or that they have not after half a minute."""
-    name = _read(UnloadLoRAAdapter, call).lora_name
+    name = read_json(call, UnloadLoRAAdapter).lora_name
     known = call.server.adapters.get(name)
     answer = await adapters.unload(call.server, name)
     if answer.status is LoRAStatus.SUCCESS and answer.requests and known is not None:
@@ -134,10 +132,3 @@ def _rendered(problem: str | None, everyone: Any) -> Response:
         "loaded_adapters": {one.name: one.path for one in ready},
     }
     return Response(orjson.dumps(output), 200 if problem is None else 400, media_type="application/json")
-
-
-def _read(model: type[M], call: Call) -> M:
-    try:
-        return parse(model, call.json)
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None

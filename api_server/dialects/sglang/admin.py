@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Literal, TypeVar
+from typing import Literal
 from urllib.parse import parse_qs
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.errors import invalid
 from api_server.generation import pausing
 from api_server.web.access import operators_only
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import read_json
 from interfaces import Action
 
 MAX_FLUSH_WAIT = 600.0
 _RETRY_SECONDS = 0.05
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class _Body(BaseModel):
@@ -91,7 +89,7 @@ async def flush_cache(call: Call) -> Response:
 
 async def abort_request(call: Call) -> Response:
     """Aborts requests. An unknown id is no error: the request may have ended just now."""
-    body = _read(AbortRequest, call)
+    body = read_json(call, AbortRequest, optional=True)
     if not body.rid and not body.abort_all:
         raise invalid("rid must name a request, or abort_all must be true", "rid")
     await pausing.order(call.server, Action.ABORT, [pausing.EVERY_REQUEST if body.abort_all else body.rid])
@@ -99,23 +97,15 @@ async def abort_request(call: Call) -> Response:
 
 
 async def pause_generation(call: Call) -> Response:
-    mode = _read(PauseRequest, call).mode
+    mode = read_json(call, PauseRequest, optional=True).mode
     await pausing.pause(call.server, "keep" if mode == "in_place" else mode)
     return _done("Generation paused successfully.")
 
 
 async def continue_generation(call: Call) -> Response:
-    _read(ContinueRequest, call)
+    read_json(call, ContinueRequest, optional=True)
     await pausing.go_on(call.server)
     return _done("Generation continued successfully.")
-
-
-def _read(model: type[M], call: Call) -> M:
-    """Reads the body, which may be left out."""
-    try:
-        return parse(model, call.json if call.size else {})
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None
 
 
 def _timeout(call: Call) -> float:

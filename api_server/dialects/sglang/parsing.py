@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body.item_limits import Tools
-from api_server.body.validation import Mismatch, parse
 from api_server.chat.tools import tool_use
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
@@ -19,10 +17,9 @@ from api_server.parsers import answer
 from api_server.parsers.answer import AnswerParser, Passage
 from api_server.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import read_json
 
 LONGEST_TEXT = 1 << 20
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class _Body(BaseModel):
@@ -97,7 +94,7 @@ def routes() -> list[Route]:
 
 
 async def parse_function_call(call: Call) -> Response:
-    body = await call.apart(lambda: _read(ParseFunctionCallRequest, call))
+    body = await call.apart(lambda: read_json(call, ParseFunctionCallRequest))
     tools = (await call.apart(lambda: tool_use(body.tools, None))).tools or []
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     parser = AnswerParser(_tools(body.tool_call_parser, call), None, schemas)
@@ -107,7 +104,7 @@ async def parse_function_call(call: Call) -> Response:
 
 
 async def separate_reasoning(call: Call) -> Response:
-    body = _read(SeparateReasoningRequest, call)
+    body = read_json(call, SeparateReasoningRequest)
     parser = AnswerParser(None, _reasoning(body.reasoning_parser, call))
     found = await asyncio.to_thread(answer.parse, parser, body.text)
     response = SeparateReasoningResponse(reasoning_text=found.reasoning, text=found.text)
@@ -135,13 +132,6 @@ def _reasoning(name: str | None, call: Call) -> ReasoningFormat:
         return reasoning_format(name or "")
     except ValueError as error:
         raise invalid(str(error), "reasoning_parser") from None
-
-
-def _read(model: type[M], call: Call) -> M:
-    try:
-        return parse(model, call.json)
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None
 
 
 def _json(value: BaseModel) -> Response:

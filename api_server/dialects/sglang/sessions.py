@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import orjson
@@ -18,13 +18,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.answers.choice import Choice
-from api_server.body.validation import Mismatch, parse
 from api_server.chat.media_parts import LoadedImage, LoadedVideo, arguments
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import read_json
 from interfaces import (
     SESSION_MEDIA_BYTES,
     ImageWishes,
@@ -39,8 +39,6 @@ from interfaces import (
 LONGEST_SECONDS = 86400.0
 # The client's name of images and videos that come from its session.
 _FIELD = "session_params"
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class OpenSession(BaseModel):
@@ -83,7 +81,7 @@ def routes() -> list[Route]:
 
 
 async def open_session(call: Call) -> Response:
-    body = _read(OpenSession, call)
+    body = read_json(call, OpenSession)
     if body.streaming:
         raise RequestFailed(ErrorKind.UNSUPPORTED, "streaming sessions are not supported", field="streaming")
     name = body.session_id or uuid.uuid4().hex
@@ -92,7 +90,7 @@ async def open_session(call: Call) -> Response:
 
 
 async def close_session(call: Call) -> Response:
-    await _send(call, SessionAction.CLOSE, _read(CloseSession, call).session_id)
+    await _send(call, SessionAction.CLOSE, read_json(call, CloseSession).session_id)
     return Response(status_code=200)
 
 
@@ -232,10 +230,3 @@ async def _ask(call: Call, action: int, session: str, **fields: Any) -> SessionA
     except TimeoutError as error:
         reason = str(error) or "the scheduler does not answer"
         raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None
-
-
-def _read(model: type[M], call: Call) -> M:
-    try:
-        return parse(model, call.json)
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None

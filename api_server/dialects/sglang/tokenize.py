@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body.item_limits import MAX_TEXT, Tools, Turns, check_count, check_parts
-from api_server.body.validation import Mismatch, parse
 from api_server.chat import documents, images, sounds, videos
 from api_server.chat.media_parts import of_messages
 from api_server.chat.messages import chat_messages
@@ -18,11 +17,10 @@ from api_server.dialects.sglang.schema import ErrorResponse, Integers
 from api_server.errors import invalid
 from api_server.text.tokenizer import refuse_long
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import read_json
 from interfaces import RequestID, TextGenerationRequest, TextGenerationRequestMessage
 
 MAX_PROMPTS = 1024
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class TokenizeRequest(BaseModel):
@@ -101,7 +99,7 @@ def _lists(call: Call) -> tuple[DetokenizeRequest, list[list[int]], bool]:
         inner = [each for each in given if isinstance(each, list)] if listed else [given]
         check_count(len(inner), "lists", "tokens", MAX_PROMPTS)
         check_count(sum(map(len, inner)), "tokens", "tokens", MAX_TEXT)
-    body = _read(DetokenizeRequest, call)
+    body = read_json(call, DetokenizeRequest)
     lists: list[Any] = list(body.tokens) if listed else [body.tokens]
     for ids in lists:
         call.server.tokenizer.check_ids(ids, "tokens")
@@ -128,18 +126,11 @@ async def tokenize(call: Call) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-def _read(model: type[M], call: Call) -> M:
-    try:
-        return parse(model, call.json)
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None
-
-
 def _read_tokenize(call: Call) -> TokenizeRequest:
     given = call.json.get("prompt")
     if isinstance(given, list):
         check_count(len(given), "texts", "prompt", MAX_PROMPTS)
-    body = _read(TokenizeRequest, call)
+    body = read_json(call, TokenizeRequest)
     if isinstance(body.prompt, list) and body.messages:
         raise invalid("prompt and messages exclude each other: give one of them", "prompt")
     check_parts(body.messages or (), "messages")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.errors import error_body, render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Texts
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.generation import weights
 from api_server.web.access import operators_only
 from api_server.web.endpoint import Call, Document, Handler, endpoint
+from api_server.web.json_bodies import json_response, read_json
 from interfaces import KV_CACHE, WEIGHTS, GroupSpec, RunningMode, WeightsAction, WeightsAnswer
 
 TAG = "weights"
@@ -26,7 +25,6 @@ _MOST_ROWS = 1 << 20
 # A tag of SGLang's for memory that is not held here by itself.
 _NO_MEMORY = "cuda_graph"
 
-M = TypeVar("M", bound=BaseModel)
 
 Running = Literal["wait", "in_place", "retract", "abort"]
 
@@ -146,14 +144,14 @@ def routes() -> list[Route]:
 
 
 async def from_disk(call: Call) -> Response:
-    body = _read(UpdateWeightsFromDisk, call)
+    body = read_json(call, UpdateWeightsFromDisk, optional=True)
     _check_format(body.load_format, "auto", "safetensors")
     answer = weights.from_disk(call.server, body.model_path, body.weight_version or "", _running(body))
     return await _answered(call, answer, "Succeeded to update model weights.")
 
 
 async def from_tensor(call: Call) -> Response:
-    body = await call.apart(lambda: _read(UpdateWeightsFromTensor, call))
+    body = await call.apart(lambda: read_json(call, UpdateWeightsFromTensor, optional=True))
     _check_format(body.load_format, "safetensors")
     given = body.serialized_named_tensors
     texts = [given] if isinstance(given, str) else given
@@ -162,7 +160,7 @@ async def from_tensor(call: Call) -> Response:
 
 
 async def from_group(call: Call) -> Response:
-    body = await call.apart(lambda: _read(UpdateWeightsFromDistributed, call))
+    body = await call.apart(lambda: read_json(call, UpdateWeightsFromDistributed, optional=True))
     _check_format(body.load_format, "auto", "safetensors")
     specs = weights.specs(body.names, body.dtypes, body.shapes)
     version = body.weight_version or ""
@@ -171,7 +169,7 @@ async def from_group(call: Call) -> Response:
 
 
 async def join(call: Call) -> Response:
-    body = _read(InitWeightsUpdateGroup, call)
+    body = read_json(call, InitWeightsUpdateGroup, optional=True)
     group = GroupSpec(
         body.group_name,
         body.master_address,
@@ -184,12 +182,12 @@ async def join(call: Call) -> Response:
 
 
 async def leave(call: Call) -> Response:
-    body = _read(DestroyWeightsUpdateGroup, call)
+    body = read_json(call, DestroyWeightsUpdateGroup, optional=True)
     return await _answered(call, weights.leave(call.server, body.group_name), "Succeeded to destroy process group.")
 
 
 async def rename(call: Call) -> Response:
-    body = _read(UpdateWeightVersion, call)
+    body = read_json(call, UpdateWeightVersion, optional=True)
     answer = weights.rename(call.server, body.new_version, body.abort_all_requests)
     return await _answered(call, answer, f"Weight version updated to {body.new_version}")
 
@@ -205,20 +203,20 @@ async def resume(call: Call) -> Response:
 
 
 async def by_name(call: Call) -> Response:
-    body = _read(GetWeightsByName, call)
+    body = read_json(call, GetWeightsByName, optional=True)
     if not 0 <= body.truncate_size <= _MOST_ROWS:
         raise invalid(f"truncate_size must be 0 to {_MOST_ROWS}, got {body.truncate_size}", "truncate_size")
     answer = await weights.ask(call.server, WeightsAction.READ, name=body.name, most=body.truncate_size)
-    return _json(answer.values.reshape(answer.shape).tolist())
+    return json_response(answer.values.reshape(answer.shape).tolist())
 
 
 async def served_version(call: Call) -> Response:
-    return _json({"weight_version": weights.version_of(call.server)})
+    return json_response({"weight_version": weights.version_of(call.server)})
 
 
 async def _answered(call: Call, asked: Awaitable[WeightsAnswer], message: str) -> Response:
     answer = await asked
-    return _json(
+    return json_response(
         {
             "success": True,
             "message": message,
@@ -243,7 +241,7 @@ def _answering(handler: Handler) -> Handler:
                 "num_paused_requests": 0,
                 "weight_version": weights.version_of(call.server),
             }
-            return _json(output | error_body(error), 400)
+            return json_response(output | error_body(error), 400)
 
     return answering
 
@@ -255,7 +253,7 @@ def _running(body: _Update) -> int:
 
 
 def _tags(call: Call) -> list[str]:
-    tags = _read(MemoryOccupation, call).tags
+    tags = read_json(call, MemoryOccupation, optional=True).tags
     return [WEIGHTS, KV_CACHE] if tags is None else [tag for tag in tags if tag != _NO_MEMORY]
 
 
@@ -266,15 +264,3 @@ def _check_format(given: str | None, *known: str) -> None:
             "can run code and are never read",
             "load_format",
         )
-
-
-def _read(model: type[M], call: Call) -> M:
-    """Reads the body, which may be left out."""
-    try:
-        return parse(model, call.json if call.size else {})
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

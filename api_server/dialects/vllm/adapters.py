@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from api_server.body.validation import Mismatch, parse
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.generation import adapters
 from api_server.web.access import operators_only
 from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.json_bodies import read_json
 from interfaces import AdapterAnswer, LoRAStatus
 
 TAG = "adapters"
@@ -25,8 +23,6 @@ _KINDS = {
     LoRAStatus.LOAD_INVALID_PATH: ErrorKind.MODEL_NOT_FOUND,
     LoRAStatus.UNLOAD_NAME_NONEXISTENT: ErrorKind.MODEL_NOT_FOUND,
 }
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class _Body(BaseModel):
@@ -60,7 +56,7 @@ def routes() -> list[Route]:
 
 
 async def load_adapter(call: Call) -> Response:
-    body = _read(LoadAdapterBody, call)
+    body = read_json(call, LoadAdapterBody)
     if not body.lora_name or not body.lora_path:
         raise invalid("Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else None)
     answer = await adapters.load(
@@ -78,7 +74,7 @@ async def load_adapter(call: Call) -> Response:
 
 async def unload_adapter(call: Call) -> Response:
     """Answers at once. The requests that use the adapter go on."""
-    name = _read(UnloadAdapterBody, call).lora_name
+    name = read_json(call, UnloadAdapterBody).lora_name
     if not name:
         raise invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     answer = await adapters.unload(call.server, name)
@@ -94,10 +90,3 @@ def _check(answer: AdapterAnswer, name: str) -> None:
     if answer.status is not LoRAStatus.SUCCESS:
         kind = _KINDS.get(answer.status, ErrorKind.GENERATION_FAILED)
         raise RequestFailed(kind, f"The lora adapter '{name}' cannot be used: {answer.text}", field="lora_path")
-
-
-def _read(model: type[M], call: Call) -> M:
-    try:
-        return parse(model, call.json)
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.body.validation import Mismatch, parse
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.errors import invalid, shown
 from api_server.generation import pausing, weights
 from api_server.web.access import operators_only
 from api_server.web.endpoint import Call, Document, Handler, endpoint
+from api_server.web.json_bodies import json_response, read_json
 from interfaces import KV_CACHE, WEIGHTS, GroupSpec, RunningMode, WeightsAction
 
 TAG = "weights"
@@ -27,8 +25,6 @@ _MOST_PACKED_BYTES = 1 << 40
 _LEVELS = ("0", "1", "2")
 # A tag of vLLM's: wake up nothing but the scheduler.
 _SCHEDULING = "scheduling"
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class _Body(BaseModel):
@@ -138,16 +134,16 @@ def routes() -> list[Route]:
 
 async def pause(call: Call) -> Response:
     await pausing.pause(call.server, _mode(call))
-    return _json({"status": "paused"})
+    return json_response({"status": "paused"})
 
 
 async def resume(call: Call) -> Response:
     await pausing.go_on(call.server)
-    return _json({"status": "resumed"})
+    return json_response({"status": "resumed"})
 
 
 async def is_paused(call: Call) -> Response:
-    return _json({"is_paused": pausing.is_paused(call.server)})
+    return json_response({"is_paused": pausing.is_paused(call.server)})
 
 
 async def sleep(call: Call) -> Response:
@@ -161,7 +157,7 @@ async def sleep(call: Call) -> Response:
     else:
         both = level == "2" or weights.on_cuda(call.server)
         await weights.release(call.server, [WEIGHTS, KV_CACHE] if both else [KV_CACHE], mode)
-    return _json({"status": "sleeping"})
+    return json_response({"status": "sleeping"})
 
 
 async def wake_up(call: Call) -> Response:
@@ -174,25 +170,25 @@ async def wake_up(call: Call) -> Response:
         await weights.ask(call.server, WeightsAction.RESUME, tags=memory)
     if not tags or _SCHEDULING in tags:
         await pausing.go_on(call.server)
-    return _json({"status": "awake"})
+    return json_response({"status": "awake"})
 
 
 async def is_sleeping(call: Call) -> Response:
     status = call.server.engine.status
-    return _json({"is_sleeping": status is not None and bool(status.weights.absent)})
+    return json_response({"is_sleeping": status is not None and bool(status.weights.absent)})
 
 
 async def reset_prefix_cache(call: Call) -> Response:
     refused = await pausing.flush(call.server)
-    return _json({"success": not refused, **({"message": refused} if refused else {})})
+    return json_response({"success": not refused, **({"message": refused} if refused else {})})
 
 
 async def world_size(call: Call) -> Response:
-    return _json({"world_size": len(call.server.engine.status.workers) if call.server.engine.status else 0})
+    return json_response({"world_size": len(call.server.engine.status.workers) if call.server.engine.status else 0})
 
 
 async def init_transfer(call: Call) -> Response:
-    info = _read(InitTransfer, call).init_info
+    info = read_json(call, InitTransfer, optional=True).init_info
     backend = info.backend or weights.default_backend(call.server)
     group = GroupSpec(
         info.group_name,
@@ -205,31 +201,31 @@ async def init_transfer(call: Call) -> Response:
         info.packed_buffer_size_bytes,
     )
     await weights.join(call.server, group)
-    return _json({"message": "Weight transfer initialized"})
+    return json_response({"message": "Weight transfer initialized"})
 
 
 async def start_update(call: Call) -> Response:
-    if not _read(StartUpdate, call).is_checkpoint_format:
+    if not read_json(call, StartUpdate, optional=True).is_checkpoint_format:
         raise invalid(
             "is_checkpoint_format must be true: send tensors under the names and in the shapes of the checkpoint",
             "is_checkpoint_format",
         )
-    return _json({"message": "Weight update started"})
+    return json_response({"message": "Weight update started"})
 
 
 async def update_weights(call: Call) -> Response:
-    info = (await call.apart(lambda: _read(UpdateWeights, call))).update_info
+    info = (await call.apart(lambda: read_json(call, UpdateWeights, optional=True))).update_info
     specs = weights.specs(info.names, info.dtype_names, info.shapes)
     group = GroupSpec(info.group_name, packed=info.packed, packed_bytes=info.packed_buffer_size_bytes or 0)
     await weights.from_group(call.server, group, specs, info.src, "", RunningMode.KEEP, hold=True)
-    return _json({"message": "Weights updated"})
+    return json_response({"message": "Weights updated"})
 
 
 async def finish_update(call: Call) -> Response:
     """Running requests go on: a trainer pauses them first as it likes."""
-    version = _read(FinishUpdate, call).weight_version or ""
+    version = read_json(call, FinishUpdate, optional=True).weight_version or ""
     answer = await weights.finish(call.server, version)
-    return _json({"message": "Weight update finished", "weight_version": answer.version})
+    return json_response({"message": "Weight update finished", "weight_version": answer.version})
 
 
 def _mode(call: Call) -> str:
@@ -242,15 +238,3 @@ def _mode(call: Call) -> str:
 def _query(call: Call, name: str, default: str) -> str:
     given: list[str] = parse_qs(call.scope["query_string"].decode("latin-1")).get(name, [default])
     return given[-1]
-
-
-def _read(model: type[M], call: Call) -> M:
-    """Reads the body, which may be left out."""
-    try:
-        return parse(model, call.json if call.size else {})
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), 200, media_type="application/json")
