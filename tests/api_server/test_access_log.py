@@ -22,7 +22,8 @@ from shared import logs
 from shared.access_keys import AccessKeys, digest_of
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
+from tests.api_server.conftest import LiveServer, encode, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 
 HTTP = httpx.Client(timeout=90)
 KEY = secrets.token_urlsafe()

@@ -26,7 +26,7 @@ from shared.access_keys import digest_of
 from shared.endpoints import RunDirectory
 from shared.phases import STATUS_FD
 from shared.settings import Settings
-from tests.api_server.conftest import SchedulerDouble
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.attempts import quickest
 
 

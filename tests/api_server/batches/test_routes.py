@@ -21,8 +21,9 @@ from api_server.text.tokenizer import Tokenizer
 from shared.access_keys import digest_of
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
+from tests.api_server.conftest import LiveServer, encode, serving
 from tests.api_server.dialects.test_openai import USER
+from tests.api_server.scheduler_double import SchedulerDouble
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 KEYS = ("one", "two")

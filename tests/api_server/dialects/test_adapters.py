@@ -24,7 +24,8 @@ from api_server.text.tokenizer import Tokenizer
 from interfaces import LoRAOperation, LoRAStatus
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, serving
+from tests.api_server.conftest import LiveServer, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 
 HTTP = httpx.Client(timeout=90)
 # A body of each dialect, and where a request's adapter is named in it.

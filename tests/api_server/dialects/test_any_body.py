@@ -15,10 +15,11 @@ from api_server.dialects.vllm import weights as vllm_weights
 from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
+from tests.api_server.conftest import LiveServer, encode, serving
 from tests.api_server.media import models
 from tests.api_server.media.test_dialects import double_of
 from tests.api_server.pooling.conftest import LABELS, PoolingDouble, checkpoint
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.strange_bodies import send_to_every_route
 from tests.system.fuzz import LONG
 

@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from interfaces.request.sampling import SamplingParams
-from tests.api_server.conftest import LiveServer, encode, logprob_of, report_of
+from tests.api_server.conftest import LiveServer, encode
+from tests.api_server.scheduler_double import logprob_of, report_of
 
 PROMPT = "The quick brown fox; Größe 日本 😀"
 ANSWER = "Hello, world! 漢字 😃 naïve"

@@ -17,7 +17,8 @@ from api_server.text.tokenizer import Tokenizer
 from interfaces.messages import Submit
 from interfaces.result.results import ErrorCode, RequestError
 from interfaces.wire.codec import encode as encode_message
-from tests.api_server.conftest import CORPUS, LiveServer, SchedulerDouble, encode
+from tests.api_server.conftest import CORPUS, LiveServer, encode
+from tests.api_server.scheduler_double import SchedulerDouble
 
 UNICODE = "naïve 日本語のテキスト 👩‍👩‍👧 😀, Привет! مرحبا"
 USER: Any = [{"role": "user", "content": "hi"}]

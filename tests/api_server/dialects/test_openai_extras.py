@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_server.conftest import LiveServer, encode, logprob_of
+from tests.api_server.conftest import LiveServer, encode
+from tests.api_server.scheduler_double import logprob_of
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 PLAIN = {"prompt": "Hello there"}

@@ -17,7 +17,8 @@ from api_server.dialects.sglang.schema import ErrorResponse, GenerateResponse
 from interfaces.messages import Submit
 from interfaces.request.sampling import LogprobMode, SamplingParams
 from interfaces.result.results import ErrorCode, RequestError
-from tests.api_server.conftest import LiveServer, encode, leave_when, logprob_of
+from tests.api_server.conftest import LiveServer, encode, leave_when
+from tests.api_server.scheduler_double import logprob_of
 
 META = {
     "id",

@@ -24,7 +24,8 @@ from interfaces.messages import Finish, Results
 from interfaces.request.sampling import LogprobMode, SamplingParams
 from interfaces.result.results import ErrorCode, RequestError
 from interfaces.wire.codec import encode as to_wire
-from tests.api_server.conftest import LiveServer, encode, logprob_of
+from tests.api_server.conftest import LiveServer, encode
+from tests.api_server.scheduler_double import logprob_of
 
 MANY = "The quick brown fox jumps over the lazy dog. " * 40
 

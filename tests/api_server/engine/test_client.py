@@ -25,7 +25,7 @@ from interfaces.wire import shared_memory
 from interfaces.wire.codec import encode
 from interfaces.wire.shared_memory import DIRECTORY, PREFIX, SharedMemoryArray
 from shared.endpoints import RunDirectory
-from tests.api_server.conftest import SchedulerDouble
+from tests.api_server.scheduler_double import SchedulerDouble
 
 PROMPT = np.arange(5, dtype=np.int32)
 

@@ -27,7 +27,7 @@ from interfaces import (
     encode,
 )
 from shared.endpoints import RunDirectory
-from tests.api_server.conftest import SchedulerDouble, sums_of
+from tests.api_server.scheduler_double import SchedulerDouble, sums_of
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from api_server.http import protocol
 from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
+from tests.api_server.conftest import LiveServer, encode, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 
 KEEP_ALIVE = 1
 """Seconds that this folder's server keeps idle connections."""

@@ -17,7 +17,8 @@ from api_server.web.access import PUBLIC_PATHS
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.settings import Settings, SettingsError
-from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
+from tests.api_server.conftest import LiveServer, encode, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 
 KEY = "a-key-of-this-test"
 LOCAL = [

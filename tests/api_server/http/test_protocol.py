@@ -16,8 +16,9 @@ import pytest
 
 from api_server.http import protocol
 from api_server.http.heads import MAX_HEAD_BYTES, MAX_HEADERS
-from tests.api_server.conftest import LiveServer, SchedulerDouble
+from tests.api_server.conftest import LiveServer
 from tests.api_server.http.conftest import KEEP_ALIVE, Answer, Line, endless, request
+from tests.api_server.scheduler_double import SchedulerDouble
 
 ASK = {"prompt": "x", "max_tokens": 20}
 PING = request("/ping", b"", method="GET")

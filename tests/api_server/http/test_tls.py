@@ -15,8 +15,9 @@ from api_server.http.heads import MAX_HEAD_BYTES
 from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
+from tests.api_server.conftest import LiveServer, encode, serving
 from tests.api_server.http.conftest import SMALL_BUFFER, Line, read_all, request
+from tests.api_server.scheduler_double import SchedulerDouble
 
 ASK = {"prompt": "x", "max_tokens": 20}
 OFFER = ("Connection: Upgrade", "Upgrade: h2c")

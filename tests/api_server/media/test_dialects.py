@@ -23,8 +23,9 @@ from interfaces import CUT_IMAGES, TextAndVisionContext
 from interfaces import GENERATE as GENERATE_TASK
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, serving
+from tests.api_server.conftest import LiveServer, serving
 from tests.api_server.media import models
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.api_server.served_app import Web, answer, running
 
 HTTP = httpx.Client(timeout=60)

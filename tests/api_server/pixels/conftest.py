@@ -19,7 +19,8 @@ from shared.endpoints import RunDirectory
 from shared.pooling_files import PoolingFiles
 from shared.settings import Settings
 from shared.sockets import send_to
-from tests.api_server.conftest import LiveServer, SchedulerDouble, serving
+from tests.api_server.conftest import LiveServer, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.model_worker.pixels.tiny_tokenizer import tokenizer_of
 
 

@@ -21,7 +21,8 @@ from interfaces import PooledValues, PoolingContext, PoolingTask, Status, Submit
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from shared.sockets import send_to
-from tests.api_server.conftest import CORPUS, LiveServer, SchedulerDouble, serving
+from tests.api_server.conftest import CORPUS, LiveServer, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 
 WIDTH = 8
 LIMIT = 64

@@ -18,7 +18,8 @@ from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from shared.sockets import send_to
 from shared.speech_files import SpeechFiles
-from tests.api_server.conftest import LiveServer, SchedulerDouble, serving
+from tests.api_server.conftest import LiveServer, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.model_worker.speech.tiny_vits import files_of
 
 # Of the double's model, as the files say.

@@ -23,8 +23,8 @@ from interfaces import PooledValues, SchedulingOptions
 from shared.access_keys import Caller
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
-from tests.api_server.conftest import SchedulerDouble
 from tests.api_server.engine.test_client import until
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.api_server.speech.conftest import SpeechDouble, sound_of
 from tests.model_worker.speech.tiny_speaker import tiny_speaker
 from tests.one_shot.test_speech_tokens import clip_of

@@ -28,7 +28,8 @@ from interfaces.messages import Submit
 from shared.endpoints import RunDirectory
 from shared.otel_settings import OtelMetricsSettings, OtelSettings
 from shared.settings import Settings
-from tests.api_server.conftest import LiveServer, SchedulerDouble, serving
+from tests.api_server.conftest import LiveServer, serving
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.api_server.tracing.test_spans import answer, record_of
 from tests.otlp_collector import Collector, Span, collecting
 

@@ -15,7 +15,8 @@ import pytest
 from api_server.body.depth import DEEPEST
 from api_server.dialects.openai import rendering
 from api_server.web import read_body, sse
-from tests.api_server.conftest import LiveServer, SchedulerDouble, raw_post
+from tests.api_server.conftest import LiveServer, raw_post
+from tests.api_server.scheduler_double import SchedulerDouble
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
 
