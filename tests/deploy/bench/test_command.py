@@ -22,13 +22,13 @@ from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import (  # noqa: F401 (fixtures)
     LiveServer,
-    SchedulerDouble,
     double,
     model_directory,
     run_directory,
     serving,
     tokenizer,
 )
+from tests.api_server.scheduler_double import SchedulerDouble
 from tests.system.server import free_port
 
 SMALL = ["--requests", "6", "--warmup", "1", "--prompt-tokens", "8", "--output-tokens", "3", "--token-ids", "10-200"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from interfaces import Batch, BatchResult, ClipContext, CodecContext, PoolingTask, RequestID, StepResult, WorkerHello
 from interfaces.wire.codec import encode
+from model_worker.beside import Beside
 from model_worker.cpu.threads import ALL_THREADS, ThreadPool
 from model_worker.engine import Engine
 from model_worker.loop import Loop
@@ -74,7 +75,8 @@ def test_steps_and_windows_are_answered_while_a_clip_is_encoded(codec: SpeechCod
     device = Device()
     device.go.set()
     hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 256, 4, 100, 100, "none", "float32", "cpu")
-    loop = Loop(SpeakingEngine(cast(Engine, device), windows, clips), hello, scheduler.endpoint, clips=clips)
+    speaking = SpeakingEngine(cast(Engine, device), windows, clips)
+    loop = Loop(speaking, hello, scheduler.endpoint, beside=Beside(clips=clips))
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     scheduler.next(WorkerHello)
