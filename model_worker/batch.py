@@ -115,25 +115,24 @@ class ForwardBatch:
         adapters: IntColumn | None = None,
         rows: IntColumn | None = None,
         owners: IntColumn | None = None,
+        last_tokens: Tensor | None = None,
         drawing: Sequence[NDArray[Any]] = (),
     ) -> ForwardBatch:
         """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too. `angles` are the
         positions where they do not follow from the lengths. All that a plain step has goes to the device in one copy,
         and the arrays `drawing` go along.
         """
-        query_start = np.zeros(len(query_lens) + 1, np.int32)
-        np.cumsum(query_lens, out=query_start[1:])
-        _check_columns(tokens, query_lens, kv_lens, block_tables, block_size, query_start)
-        if len(tokens) == len(query_lens):  # one token each, as in most steps
-            sequence = np.arange(len(tokens))
-            positions = kv_lens.astype(np.int64) - 1
+        starts, max_query, max_kv = _checked(tokens, query_lens, kv_lens, block_tables, block_size)
+        if max_query == 1:  # as in most steps
+            query_start = np.arange(len(tokens) + 1, dtype=np.int32)
+            sequence, positions = np.arange(len(tokens)), starts.astype(np.int64)
         else:
+            query_start = np.zeros(len(query_lens) + 1, np.int32)
+            query_lens.cumsum(out=query_start[1:])
             sequence = np.repeat(np.arange(len(query_lens)), query_lens)
-            first_position = kv_lens.astype(np.int64) - query_lens
-            positions = first_position[sequence] + np.arange(len(tokens)) - query_start[sequence]
-        block = block_tables[sequence, positions // block_size].astype(np.int64)
-
-        slots = block * block_size + positions % block_size
+            positions = (starts - query_start[:-1]).astype(np.int64)[sequence] + np.arange(len(tokens))
+        index, offset = np.divmod(positions, block_size)
+        slots = block_tables[sequence, index].astype(np.int64) * block_size + offset
         three = angles is not None and angles.ndim == 2
         shown = positions if angles is None or three else angles
         device = torch.device(device)
@@ -154,8 +153,8 @@ class ForwardBatch:
             slots=wide[2],
             logit_positions=wide[3],
             block_size=block_size,
-            max_query=int(query_lens.max()),
-            max_kv=int(kv_lens.max()),
+            max_query=max_query,
+            max_kv=max_kv,
             embeddings=None
             if embeddings is None
             else (torch.from_numpy(embeddings[0]).to(device), torch.tensor(embeddings[1], device=device)),
@@ -164,8 +163,9 @@ class ForwardBatch:
             adapters=adapters,
             rows=rows,
             query_lens=query_lens,
-            starts=kv_lens - query_lens,
+            starts=starts,
             owners=None if owners is None else there[7],
+            last_tokens=last_tokens,
             drawing=tuple(there[len(there) - len(drawing) :]),
         )
 
@@ -174,15 +174,13 @@ def _as(columns: Sequence[IntColumn], dtype: type[np.integer[Any]]) -> list[NDAr
     return [np.ascontiguousarray(column, dtype) for column in columns]
 
 
-def _check_columns(
-    tokens: IntColumn,
-    query_lens: IntColumn,
-    kv_lens: IntColumn,
-    block_tables: IntColumn,
-    block_size: int,
-    query_start: IntColumn,
-) -> None:
-    """Check the columns. A wrong one would write one sequence's KV over another's, so it must not reach a kernel."""
+def _checked(
+    tokens: IntColumn, query_lens: IntColumn, kv_lens: IntColumn, block_tables: IntColumn, block_size: int
+) -> tuple[IntColumn, int, int]:
+    """Check the columns. A wrong one would write one sequence's KV over another's, so it must not reach a kernel.
+
+    Returns the keys of each sequence before its query tokens, the most query tokens of one, and the most keys.
+    """
     if len(tokens) == 0 or len(query_lens) == 0:
         raise ValueError("an empty batch has nothing to run: leave the step out instead")
     if not len(query_lens) == len(kv_lens) == len(block_tables):
@@ -190,15 +188,17 @@ def _check_columns(
             f"columns disagree on the number of sequences: {len(query_lens)} query_lens, {len(kv_lens)} kv_lens, "
             f"{len(block_tables)} block_tables"
         )
-    if query_start[-1] != len(tokens):
-        raise ValueError(f"query_lens add up to {query_start[-1]}, but there are {len(tokens)} tokens")
-    if query_lens.min() < 1 or (kv_lens < query_lens).any():
+    starts, max_query, max_kv = kv_lens - query_lens, int(query_lens.max()), int(kv_lens.max())
+    if query_lens.min() < 1 or starts.min() < 0:
         raise ValueError("each sequence needs at least one query token, and kv_lens must count its query tokens too")
-    if kv_lens.max() > block_tables.shape[1] * block_size:
+    total = len(query_lens) if max_query == 1 else query_lens.sum()
+    if total != len(tokens):
+        raise ValueError(f"query_lens add up to {total}, but there are {len(tokens)} tokens")
+    if max_kv > block_tables.shape[1] * block_size:
         raise ValueError(
-            f"kv_lens reach {kv_lens.max()}, but block_tables hold {block_tables.shape[1]} blocks "
-            f"of {block_size} tokens"
+            f"kv_lens reach {max_kv}, but block_tables hold {block_tables.shape[1]} blocks of {block_size} tokens"
         )
+    return starts, max_query, max_kv
 
 
 class DeferredTokens(NamedTuple):

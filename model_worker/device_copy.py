@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,20 +41,28 @@ def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> lis
 
 def packed_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """As `upload_together`, by one copy whatever the device is."""
-    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
-    packed = np.empty(starts[-1], np.uint8)
-    for array, start in zip(arrays, starts, strict=False):
-        packed[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    there = upload(packed, device)
-    return [_piece(there, start, array) for array, start in zip(arrays, starts, strict=False)]
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    packed = pinned_bytes(end) if device.type == "cuda" else torch.empty(end, dtype=torch.uint8)
+    memory = packed.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    there = packed.to(device, non_blocking=True)
+    # The whole of it as each type, so that a piece is a slice.
+    typed = {dtype: there.view(_torch_type(dtype)) for dtype in {array.dtype for array in arrays}}
+    pieces = []
+    for array, start in zip(arrays, starts, strict=True):
+        first = start // array.itemsize
+        piece = typed[array.dtype][first : first + array.size]
+        pieces.append(piece if array.ndim == 1 else piece.view(array.shape))
+    return pieces
 
 
-def _piece(packed: Tensor, start: int, array: NDArray[Any]) -> Tensor:
-    """View the bytes from `start` on as the array that they are a copy of."""
-    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    if not array.size:
-        return torch.empty(array.shape, dtype=dtype, device=packed.device)
-    return packed[start : start + array.nbytes].view(dtype).view(array.shape)
+@cache
+def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class Mark:
@@ -135,7 +144,7 @@ class _Place:
             self.read.wait()
         if len(self._memory) < array.nbytes:
             self._memory = pinned_bytes(array.nbytes)
-        there = _piece(self._memory, 0, array)
+        there = self._memory[: array.nbytes].view(_torch_type(array.dtype)).view(array.shape)
         there.copy_(torch.from_numpy(array))
         return there
 

@@ -78,6 +78,18 @@ class PackedStep:
         """Whether tokens are all that goes in and comes out: no reported prompts, hidden states or embeddings."""
         return not self.prompts and not self.hidden and self.embeddings is None
 
+    @property
+    def sampling_rows(self) -> NDArray[np.int32]:
+        """i32[L]: the rows that sample."""
+        return self.rows if len(self.sampling) == len(self.rows) else self.rows[self.sampling]
+
+    @property
+    def last_of_sampling(self) -> NDArray[np.int64]:
+        """i64[L]: the packed tokens that the new ones follow."""
+        if len(self.tokens) == len(self.rows):
+            return self.sampling
+        return self.ntok.cumsum(dtype=np.int64)[self.sampling] - 1
+
 
 class Images(Protocol):
     """The images of all rows."""
@@ -135,27 +147,30 @@ class WorkerRows:
         """Gather the columns of the step's forward. Raises StepError when a row lacks tokens that the step computes."""
         rows = step.rows
         self._check_rows(rows)
+        computed, known = self.computed.take(rows), self.known.take(rows)
         ntok = np.ones(len(rows), np.int32) if step.ntok is None else step.ntok
-        kv_len = self.computed[rows] + ntok
+        kv_len = computed + ntok
         most = int((kv_len if step.ahead is None else kv_len + step.ahead).max())
         if most > self.block_tables.shape[1] * self.block_size:
             raise StepError(f"step {step.step} computes more tokens than a row can have")
-        if (ntok < 1).any() or (kv_len > self.known[rows]).any():
+        beyond = known - kv_len
+        if ntok.min() < 1 or beyond.min() < 0:
             raise StepError(f"step {step.step} computes tokens that a row does not have")
-        sampling = np.flatnonzero(kv_len == self.known[rows])
+        sampling = (beyond == 0).nonzero()[0]
         blocks = -(-most // self.block_size)
+        adapters = self._adapters.take(rows)
         packed = PackedStep(
             rows=rows,
-            tokens=self._next_tokens(rows, ntok),
+            tokens=self._next_tokens(rows, computed, ntok),
             ntok=ntok,
             kv_len=kv_len,
             block_tables=self.block_tables[rows, :blocks],
             sampling=sampling,
-            positions=kv_len[sampling].astype(np.int64),
+            positions=kv_len.take(sampling).astype(np.int64),
             prompts=self._prompt_parts(rows, ntok) if self._reported else [],
             hidden=self._hidden_parts(rows, ntok) if self._hidden else [],
             embeddings=self._given_embeddings(rows, ntok) if self._embeddings else None,
-            adapters=self._adapters[rows] if self._adapters[rows].any() else None,
+            adapters=adapters if adapters.any() else None,
         )
         return packed if self.images is None else self.images.fill(packed)
 
@@ -169,7 +184,7 @@ class WorkerRows:
         Returns the launch's number.
         """
         self.computed[packed.rows] = packed.kv_len
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         self.known[rows] += 1
         for row in rows.tolist() if self._reported or self._embeddings else ():
             self._forget_prompt(row)
@@ -178,16 +193,16 @@ class WorkerRows:
 
     def read(self, packed: PackedStep, tokens: NDArray[np.int32], launch: int) -> None:
         """Take the tokens of a launch. Rows that have gone to another sequence since then stay as they are."""
-        rows = packed.rows[packed.sampling]
+        rows, positions = packed.sampling_rows, packed.positions
         own = self.own(rows, launch)
-        rows = rows[own]
-        positions = packed.positions[own]
-        self._tokens[rows, positions] = tokens[own]
+        if not own.all():
+            rows, positions, tokens = rows[own], positions[own], tokens[own]
+        self._tokens[rows, positions] = tokens
         self._read[rows] = positions + 1
 
     def own(self, rows: NDArray[np.int32], launch: int) -> NDArray[np.bool_]:
         """Return which rows still have the sequence that they had at a launch."""
-        return self._since[rows] < launch
+        return self._since.take(rows) < launch
 
     def accept(self, row: int, tokens: NDArray[np.int32]) -> None:
         """Append guesses that were right to a row that was just sampled; all but the last of them are computed."""
@@ -198,10 +213,18 @@ class WorkerRows:
         """Return the tokens of a row's sequence, as far as the host has read them."""
         return self._tokens[row, : self._read[row]]
 
-    def unread(self, packed: PackedStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the packed tokens that are on the device only, and the rows that they are the last tokens of."""
-        index = np.flatnonzero(self._read[packed.rows] < self.known[packed.rows])
-        return np.cumsum(packed.ntok, dtype=np.int64)[index] - 1, packed.rows[index].astype(np.int64)
+    def owners(self, packed: PackedStep) -> NDArray[np.int64] | None:
+        """Return i64[T]: the row whose last token a packed one is, where only the device has it, and else -1; None:
+        the host has all."""
+        rows = packed.rows
+        unread = self._read.take(rows) < self.known.take(rows)
+        if not unread.any():
+            return None
+        if len(packed.tokens) == len(rows):
+            return np.where(unread, rows, -1).astype(np.int64)
+        owners = np.full(len(packed.tokens), -1, np.int64)
+        owners[packed.ntok.cumsum()[unread] - 1] = rows[unread]
+        return owners
 
     def follow(self, row: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
         """Append tokens that need no sampling to a row that was just sampled."""
@@ -277,9 +300,10 @@ class WorkerRows:
                 vectors.append(part)
         return (np.concatenate(places), np.concatenate(vectors)) if places else None
 
-    def _next_tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
-        first = self.computed[rows]
-        if int(ntok.sum()) == len(rows):
+    def _next_tokens(
+        self, rows: NDArray[np.int32], first: NDArray[np.int32], ntok: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        if ntok.max() == 1:
             return self._tokens[rows, first]
         parts = zip(rows.tolist(), first.tolist(), (first + ntok).tolist(), strict=True)
         return np.concatenate([self._tokens[row, start:stop] for row, start, stop in parts])

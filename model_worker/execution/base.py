@@ -160,10 +160,11 @@ class DeviceStep(RunningRows):
         packed: PackedStep,
         wanted: NDArray[np.int64] | None = None,
         owners: NDArray[np.int64] | None = None,
+        last_tokens: torch.Tensor | None = None,
         drawing: Sequence[NDArray[Any]] = (),
     ) -> ForwardBatch:
-        """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`. `owners`
-        and `drawing` are those of ForwardBatch."""
+        """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`. `owners`,
+        `last_tokens` and `drawing` are those of ForwardBatch."""
         return ForwardBatch.build(
             tokens=packed.tokens,
             query_lens=packed.ntok,
@@ -178,6 +179,7 @@ class DeviceStep(RunningRows):
             adapters=packed.adapters,
             rows=packed.rows,
             owners=owners,
+            last_tokens=last_tokens,
             drawing=drawing,
         )
 
@@ -207,7 +209,7 @@ class DeviceStep(RunningRows):
 
     def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:
         """Return which sampling rows need more than their largest logit: all, where more than tokens is reported."""
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         if packed.prompts or packed.hidden:
             return np.ones(len(rows), np.bool_)
         needed = self.sampler.needs_logits(rows, packed.positions)
@@ -250,7 +252,7 @@ class DeviceStep(RunningRows):
 
 def _wanted(packed: PackedStep) -> NDArray[np.signedinteger[Any]]:
     """Return packed tokens whose logits count: of sampling rows, then of reported prompts, then of hidden states."""
-    wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
+    wanted: list[NDArray[np.signedinteger[Any]]] = [packed.last_of_sampling]
     wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
     wanted += [part.offset + np.arange(part.count) for part in packed.hidden]
     return np.concatenate(wanted) if len(wanted) > 1 else wanted[0]

@@ -32,11 +32,11 @@ class OverlapCpu:
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         since = time.perf_counter_ns()
         shared = self._shared
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         errors = shared.refusals(rows)
-        unread = np.full(len(packed.tokens), -1)
-        places, owners = shared.rows.unread(packed)
-        unread[places] = owners
+        unread = shared.rows.owners(packed)
+        if unread is None:
+            unread = np.full(len(packed.tokens), -1)
         deferred = DeferredTokens(unread, rows.astype(np.int64), self._last_tokens)
         wait = shared.backend.launch(shared.batch(packed), deferred)
         launch = shared.rows.launch(packed)

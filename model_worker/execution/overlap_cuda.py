@@ -8,15 +8,13 @@ tokens of the step before while the device computes, and then launches its draw 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
-from model_worker.batch import ForwardBatch
 from model_worker.device_copy import Download, Mark, upload, upload_together
 from model_worker.execution import reports
 from model_worker.execution.base import DeviceStep
@@ -49,12 +47,12 @@ class OverlapCuda:
         self._last_tokens = torch.zeros(shared.rows.max_rows, dtype=torch.int64, device=shared.backend.device)
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
-        return packed.plain and not self._shared.sampler.waits(packed.rows[packed.sampling])
+        return packed.plain and not self._shared.sampler.waits(packed.sampling_rows)
 
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         shared = self._shared
         began = Mark(shared.backend.device)
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         grammars = shared.masks
         if grammars is not None and not grammars.constrain(rows).any():
             grammars = None
@@ -62,12 +60,13 @@ class OverlapCuda:
             # What the draw takes of the rows goes along. Masks, which are not known yet, do not.
             masked = None if grammars is None else np.flatnonzero(grammars.constrain(rows))
             drawing = shared.sampler.arrays(rows, packed.positions, masked=masked)
-            batch = self._batch(packed, drawing)
+            owners = shared.rows.owners(packed)
+            batch = shared.batch(packed, owners=owners, last_tokens=self._last_tokens, drawing=drawing)
             logits, there = shared.backend.logits(batch)[: len(packed.sampling)], batch.drawing
             masks = None
             if grammars is not None:
                 packed, logits = self._after_earlier(step, packed, logits)
-                rows = packed.rows[packed.sampling]
+                rows = packed.sampling_rows
                 masks, failed = grammars.of(rows)
                 shared.refused |= failed
                 arrays = shared.sampler.arrays(rows, packed.positions, masks)
@@ -125,12 +124,3 @@ class OverlapCuda:
             shared.rows.follow(row, tokens)
             shared.sampler.follow(row, tokens)
         return forced
-
-    def _batch(self, packed: PackedStep, drawing: Sequence[NDArray[Any]]) -> ForwardBatch:
-        """Make the forward's input, with tokens that only the device has."""
-        places, rows = self._shared.rows.unread(packed)
-        # None or some: a recorded step looks them up in either case, as it is filled.
-        owners = np.full(len(packed.tokens), -1, np.int64)
-        owners[places] = rows
-        batch = self._shared.batch(packed, owners=owners if len(places) else None, drawing=drawing)
-        return replace(batch, last_tokens=self._last_tokens)

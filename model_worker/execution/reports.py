@@ -45,9 +45,11 @@ def with_forced(result: StepResult, forced: dict[int, list[int]]) -> StepResult:
 
 def with_reports(result: StepResult, reports: LogprobReports | None, hidden: HiddenStates | None) -> StepResult:
     """Return the result with its reports. Rows that failed report nothing."""
-    if reports is not None:
-        reports = reports.select(~np.isin(reports.owners, list(result.errors)))
-    if hidden is not None:
-        kept = ~np.isin(hidden.owners, list(result.errors))
-        hidden = hidden.select(kept) if kept.any() else None
+    if result.errors:
+        failed = list(result.errors)
+        if reports is not None:
+            reports = reports.select(~np.isin(reports.owners, failed))
+        if hidden is not None:
+            kept = ~np.isin(hidden.owners, failed)
+            hidden = hidden.select(kept) if kept.any() else None
     return replace(result, reports=reports, hidden=hidden)

@@ -53,7 +53,7 @@ class Synchronous:
         for row, tokens in forced.items():
             shared.rows.follow(row, tokens)
             shared.sampler.follow(row, tokens)
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         shared.waited(len(rows), started)
         device_us = (time.perf_counter_ns() - started) // 1000
         result = shared.result(step.step, step.incarnation, rows, sampled, shared.refusals(rows), device_us)
@@ -76,14 +76,14 @@ class Synchronous:
         """Return the new tokens, and the jump-forward tokens after them."""
         if not len(packed.sampling):
             return Sampled(np.empty(0, np.int32), None, None), {}
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         sampled = self._draw(logits[: len(rows)], rows, packed.positions)
         return sampled, self._forced(rows, sampled)
 
     def _greedy(self, packed: PackedStep, needed: NDArray[np.bool_]) -> tuple[Sampled, Forced]:
         """Compute and sample where the argmax is enough for some rows. Returns as `_sample` does."""
         largest, logits = self._shared.greedy(self._shared.batch(packed), needed)
-        rows = packed.rows[packed.sampling]
+        rows = packed.sampling_rows
         drawn = self._draw(logits, rows[needed], packed.positions[needed]) if needed.any() else None
         sampled = with_argmax(largest, needed, drawn)
         return sampled, self._forced(rows, sampled)

@@ -135,7 +135,7 @@ class DeviceDraw:
         index = np.flatnonzero((values["logprobs"] > 0) | values["reports"])
         if not len(index):
             return None
-        rows, values = step.rows[index], values[index]
+        rows, values = step.rows[index], values.take(index)
         names = self.records.names(rows, int(values["named"].max()))
         tops = np.where(values["reports"], values["top_logprobs"], -1)
         return AskingRows(index, rows, step.positions[index], tops, names, values["named"])

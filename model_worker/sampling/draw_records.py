@@ -120,12 +120,12 @@ class RecordTable:
     def names(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int64]:
         """Return the tokens that rows name, i64[rows, most], and 0 behind them. The `arrays` of these rows were made
         before."""
-        found = np.zeros((len(rows), most), np.int64)
-        if most:
-            place = np.arange(most)
-            own = place < self.table["name_count"][rows, None]
-            found[own] = self._all[(self.table["names"][rows, None] + place)[own]]
-        return found
+        if not most:
+            return np.zeros((len(rows), 0), np.int64)
+        place, first = np.arange(most), self.table["names"].take(rows)[:, None]
+        own = place < self.table["name_count"].take(rows)[:, None]
+        # Where a row has no more names, what is found there counts for nothing.
+        return np.where(own, self._all.take(first + place, mode="clip"), 0)
 
     def _list(self, row: int, rules: NDArray[np.int64], names: NDArray[np.int64]) -> None:
         self._lists[row] = rules, names
