@@ -208,6 +208,8 @@ def test_rows_with_several_adapters_compute_as_peft_does(
                 want = references[handle](input_ids=torch.tensor([row])).logits[0, -1]
             assert (logits - want).norm() < 1e-5 * want.norm()
             row.append(int(want.argmax()))
+        if recorded:
+            assert got.data_ptr() == backend._mixed.logits.data_ptr(), "all sizes write their logits to one place"
         counts.append(Recorder.count - before)
         new = [1, 1, 1]
     assert counts == ([1, 2, 2] if recorded else [0] * 3), "each size is recorded once"

@@ -55,7 +55,8 @@ def launched(
         backend: Any = ModelRunner(on_gpu, 8, 16).backend
         adapter = blank_adapter(on_gpu.model, RANK, DEVICE, torch.bfloat16)
         vectors = torch.zeros(VOCAB, RANK, device=DEVICE, dtype=torch.bfloat16)
-        hidden = on_gpu.model.get_input_embeddings().weight.shape[1]
+        embedding: Any = on_gpu.model.get_input_embeddings()
+        hidden = embedding.weight.shape[1]
         b = torch.zeros(RANK, hidden, device=DEVICE, dtype=torch.bfloat16).T
         backend.add_adapter(1, replace(adapter, embedding=AdaptedEmbedding(vectors, b, 1.0)))
         places = 4, 16, 8, DEVICE

@@ -11,12 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from model_worker import step_limits
 from model_worker.adapters import slots
-from model_worker.cuda.memory import GIB, SHARE, CudaMemory, explain_no_memory, is_for_want_of_memory, plan_memory
+from model_worker.cuda.memory import (
+    GIB,
+    SHARE,
+    CudaMemory,
+    MemoryPlan,
+    explain_no_memory,
+    is_for_want_of_memory,
+    plan_memory,
+)
+from model_worker.execution import kv_memory
 from model_worker.execution.rehearsal import AdapterWish, Rehearsal, gpu_kv_memory
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.sampling.device_penalties import most_bytes
+from shared.settings import Settings
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.cuda.launches import counted_launches
 from tests.model_worker.tiny_models import tiny_model
@@ -169,6 +180,35 @@ def test_steps_with_adapters_are_rehearsed(loaded: LoadedModel, monkeypatch: pyt
 def test_adapters_that_leave_nothing_for_k_and_v_are_refused(loaded: LoadedModel) -> None:
     with pytest.raises(ValueError, match=r"adapters 2\.0 GiB, K/V -1\.1 GiB; lower max_batch_tokens, lora_memory or"):
         gpu_kv_memory(loaded, StandIn(GIB, 1000), 1, 50, 6, None, AdapterWish(2 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("values", "wish"),
+    [
+        ({}, None),
+        ({"lora_dirs": "/adapters"}, AdapterWish()),
+        ({"lora": "a=/adapters/a"}, AdapterWish()),
+        ({"lora_memory": "64MiB"}, AdapterWish(64 << 20)),
+    ],
+)
+def test_a_worker_plans_for_the_adapters_of_its_settings(
+    values: dict[str, str], wish: AdapterWish | None, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def planned(*arguments: Any) -> MemoryPlan:
+        asked.append(arguments[-1])
+        plan = MemoryPlan(10 * GIB, GIB, 0, 0, 80 * GIB)
+        return plan if arguments[-1] is None else plan.with_adapters(arguments[-1].memory)
+
+    monkeypatch.setattr(kv_memory, "gpu_kv_memory", planned)
+    monkeypatch.setattr(step_limits, "most_tokens", lambda *_: 64)
+    monkeypatch.setattr(step_limits, "most_rows", lambda *_: 4)
+    settings = Settings(model="x", **values)  # type: ignore[arg-type]
+    found = kv_memory.kv_memory(settings, replace(loaded, device=torch.device("cuda:0")), 1)
+    assert asked == [wish]
+    assert found.kv_cache + (found.adapters or 0) == 9 * GIB
+    assert found.adapters == (None if wish is None else wish.memory or GIB)
 
 
 def test_a_worker_that_cannot_start_says_who_holds_the_memory() -> None:
