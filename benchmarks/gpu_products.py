@@ -15,13 +15,30 @@ from torch.nn import functional
 from model_worker.adapters import slots
 from model_worker.cuda import experts_trial, fp8_blocks, fp8_linear, grouped_trial
 from model_worker.cuda.encoded_experts import ExpertStack, stack_of
-from model_worker.cuda.grouped_linear import GroupedLinear
+from model_worker.cuda.grouped_linear import Coding, GroupedLinear
 from model_worker.cuda.routing import route
 
 Figures = dict[str, Any]
 Timed = Callable[[Callable[[], object], int], float]
 _GROUPS = (32, 128)
+# The numbers of MXFP4's codes, doubled.
+_E2M1 = bytes(number & 0xFF for number in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+_EIGHT = f"eight bits, groups of {_GROUPS[-1]}"
 _EXPERTS, _CHOSEN = 16, 4
+
+
+def eight_bits(outputs: int, inputs: int, group: int, device: torch.device) -> GroupedLinear:
+    """Return a layer of random codes of eight bits and scales on a device, less 128."""
+    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, device=device)
+    scales = torch.rand(outputs, inputs // group, device=device).add(0.5).half()
+    return GroupedLinear(codes, scales, coding=Coding(8, 128))
+
+
+def in_mxfp4(outputs: int, inputs: int, device: torch.device) -> GroupedLinear:
+    """Return a layer of random codes and exponents on a device, as gpt-oss has its experts."""
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
+    exponents = torch.randint(119, 124, (outputs, inputs // 32), dtype=torch.uint8, device=device)
+    return GroupedLinear(codes, exponents, coding=Coding(table=_E2M1))
 
 
 def four_bits(outputs: int, inputs: int, group: int, device: torch.device) -> GroupedLinear:
@@ -39,6 +56,8 @@ def checked(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int)
     for group in _GROUPS:
         linear = four_bits(outputs, inputs, group, host)
         found[f"four bits, groups of {group}"] = grouped_trial.unsupported(linear, device, dtype)
+    linear = eight_bits(outputs, inputs, _GROUPS[-1], host)
+    found[_EIGHT] = grouped_trial.unsupported(linear, device, dtype)
     for name, stack in _stacks(outputs, inputs, host, dtype).items():
         weight = torch.stack([stack.matrix(expert) for expert in range(_EXPERTS)])
         found[name] = experts_trial.unsupported(stack, weight, device, dtype)
@@ -56,6 +75,7 @@ def timed(
     linears: dict[str, nn.Module] = {
         f"four bits, groups of {group}": four_bits(outputs, inputs, group, device) for group in _GROUPS
     }
+    linears[_EIGHT] = eight_bits(outputs, inputs, _GROUPS[-1], device)
     linears["FP8 in blocks"] = fp8_blocks.random_linear(outputs, inputs, device)
     plain = torch.randn(outputs, inputs, device=device, dtype=dtype)
     stacks = _stacks(outputs, inputs, device, dtype)
@@ -76,4 +96,9 @@ def timed(
 def _stacks(outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> dict[str, ExpertStack]:
     fours = [[four_bits(outputs, inputs, 32, device)] for _ in range(_EXPERTS)]
     eights = [[fp8_blocks.random_linear(outputs, inputs, device)] for _ in range(_EXPERTS)]
-    return {"experts in four bits": stack_of(fours, dtype), "experts in FP8 in blocks": stack_of(eights, dtype)}
+    of_table = [[in_mxfp4(outputs, inputs, device)] for _ in range(_EXPERTS)]
+    return {
+        "experts in four bits": stack_of(fours, dtype),
+        "experts in MXFP4": stack_of(of_table, dtype),
+        "experts in FP8 in blocks": stack_of(eights, dtype),
+    }

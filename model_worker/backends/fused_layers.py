@@ -1,9 +1,9 @@
 """The layers of a decoder on a GPU in ten launches each: four products, attention, and kernels for all between them.
 
-For models of the form that decoder_form.py knows, of linear modules that are plain, in FP8 or in four bits. Parameters
-stay those of the modules, which compute what this does not take: some adapters, and tokens that see later ones. Knows
-how a batch and the cache are put to kernels (cuda/). Whether it gives the modules' logits is loading/gpu_layers.py's to
-find out.
+For models of the form that decoder_form.py knows, of linear modules that are plain, in FP8, or in four or eight bits.
+Parameters stay those of the modules, which compute what this does not take: some adapters, and tokens that see later
+ones. Knows how a batch and the cache are put to kernels (cuda/). Whether it gives the modules' logits is for
+loading/gpu_layers.py to find out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FusedLayers:
         linears = [part.linear for layer in form.layers for part in layer.parts]
         plain = all(linear.weight.dtype == loaded.dtype for linear in linears if type(linear) is nn.Linear)
         known = plain and all(type(linear) in _TYPES for linear in linears)
-        require(known, "its linear layers are neither plain ones of one type nor in FP8 or four bits")
+        require(known, "its linear layers are neither plain ones of one type nor in FP8, four bits or eight")
         self._form = form
         self._norm = _norm_form(norms, self._epsilon)
         self._activation = _activation([layer.activation for layer in form.layers])

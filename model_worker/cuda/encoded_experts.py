@@ -1,4 +1,4 @@
-"""Experts on a GPU whose weights stay in FP8 or in four bits, multiplied in one launch for each projection.
+"""Experts on a GPU whose weights stay in FP8, or in four or eight bits, multiplied in one launch for each projection.
 
 Stacks stand in the place of the tensors that transformers' modules of experts have. Knows the contract of these
 modules. Knows no format of files.
@@ -53,13 +53,13 @@ class ExpertStack(nn.Module):
 
 
 class GroupedExperts(ExpertStack):
-    """With `codes` u8 [experts, out, in / 2], `scales` and perhaps `zeros` [experts, out, groups], as grouped_linear.py
+    """With `codes` u8 [experts, out, bytes], `scales` and perhaps `zeros` [experts, out, groups], as grouped_linear.py
     has them."""
 
     def __init__(self, experts: Sequence[GroupedLinear], dtype: torch.dtype) -> None:
         first = experts[0]
         super().__init__(len(experts), first.out_features, first.in_features, dtype)
-        self.middle, self.table = first.middle, first.table
+        self.coding = first.coding
         self.codes = _stack([one.codes for one in experts])
         self.scales = _stack(_alike([one.scales for one in experts]))
         self.zeros = None if first.zeros is None else _stack([one.get_parameter("zeros") for one in experts])
@@ -68,12 +68,12 @@ class GroupedExperts(ExpertStack):
         from model_worker.cuda.grouped_experts_kernel import multiply_experts
 
         zeros = None if self.zeros is None else self.zeros.flatten(0, 1)
-        packed = Packed(self.codes.flatten(0, 1), self.scales.flatten(0, 1), zeros, self.middle, self.table)
+        packed = Packed(self.codes.flatten(0, 1), self.scales.flatten(0, 1), zeros, self.coding)
         return multiply_experts(x.contiguous(), packed, bias, routing, self.experts)
 
     def matrix(self, expert: int) -> Tensor:
         zeros = None if self.zeros is None else self.zeros[expert]
-        return GroupedLinear(self.codes[expert], self.scales[expert], zeros, self.middle, table=self.table).weight
+        return GroupedLinear(self.codes[expert], self.scales[expert], zeros, self.coding).weight
 
 
 class Fp8Experts(ExpertStack):
@@ -115,7 +115,7 @@ def _one_of_groups(parts: Sequence[GroupedLinear], takes_turns: bool) -> Grouped
 
     zeros: list[Tensor] = [part.zeros for part in parts if part.zeros is not None]
     codes, scales = whole([part.codes for part in parts]), whole(_alike([part.scales for part in parts]))
-    return GroupedLinear(codes, scales, whole(zeros) if zeros else None, parts[0].middle, table=parts[0].table)
+    return GroupedLinear(codes, scales, whole(zeros) if zeros else None, parts[0].coding)
 
 
 def _alike(scales: list[Tensor]) -> list[Tensor]:

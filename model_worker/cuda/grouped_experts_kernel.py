@@ -1,4 +1,4 @@
-"""A Triton kernel of products with experts' weights of four bits: one launch for all pairs of tokens and experts.
+"""A Triton kernel of products with experts' weights in four or eight bits: one launch for all tokens and experts.
 
 Knows elements only.
 """
@@ -38,6 +38,7 @@ def grouped_experts_kernel(
     outputs,
     width,
     groups,
+    BITS: tl.constexpr,
     KIND: tl.constexpr,
     MIDDLE: tl.constexpr,
     TABLE: tl.constexpr,
@@ -62,12 +63,13 @@ def grouped_experts_kernel(
         total = sum_of_steps(
             x + pair // per_token * width,
             has_row,
-            codes + of_expert * (width // 2),
+            codes + of_expert * (width * BITS // 8),
             scales + of_expert * groups,
             zeros + of_expert * groups,
             has_column,
             0,
             width // STEP,
+            BITS,
             KIND,
             MIDDLE,
             TABLE,
@@ -109,9 +111,10 @@ def multiply_experts(x: Tensor, weight: Packed, bias: Tensor | None, routing: Ro
         outputs,
         width,
         groups,
+        BITS=weight.coding.bits,
         KIND=weight.kind,
-        MIDDLE=weight.middle,
-        TABLE=int.from_bytes(weight.table, "little"),
+        MIDDLE=weight.coding.middle,
+        TABLE=int.from_bytes(weight.coding.table, "little"),
         STEP=step,
         PER_GROUP=width // groups // step,
         BIASED=bias is not None,

@@ -1,4 +1,4 @@
-"""A Triton kernel of products with weights of four bits, which have no decoded copy.
+"""A Triton kernel of products with weights of four or eight bits, which have no decoded copy.
 
 Long sums are cut into pieces, always at the same places. With few tokens each piece is a program's, and the last one to
 end adds them up in their order. Knows elements only.
@@ -40,6 +40,7 @@ def grouped_kernel(
     groups,
     pieces,
     steps_of_piece,
+    BITS: tl.constexpr,
     KIND: tl.constexpr,
     MIDDLE: tl.constexpr,
     TABLE: tl.constexpr,
@@ -63,7 +64,7 @@ def grouped_kernel(
     inside = has_column[:, None] & has_row[None, :]
     steps = width // STEP
     from_x = x + row * width
-    from_codes = codes + column * (width // 2)
+    from_codes = codes + column * (width * BITS // 8)
     from_scales = scales + column * groups
     from_zeros = zeros + column * groups
     place = row[None, :] * outputs + column[:, None]
@@ -83,6 +84,7 @@ def grouped_kernel(
             has_column,
             piece * steps_of_piece,
             tl.minimum((piece + 1) * steps_of_piece, steps),
+            BITS,
             KIND,
             MIDDLE,
             TABLE,
@@ -140,9 +142,10 @@ def multiply(x: Tensor, weight: Packed, bias: Tensor | None, arrived: Tensor) ->
         groups,
         pieces,
         of_piece,
+        BITS=weight.coding.bits,
         KIND=weight.kind,
-        MIDDLE=weight.middle,
-        TABLE=int.from_bytes(weight.table, "little"),
+        MIDDLE=weight.coding.middle,
+        TABLE=int.from_bytes(weight.coding.table, "little"),
         STEP=step,
         PER_GROUP=width // groups // step,
         ROWS=tile.rows,

@@ -1,7 +1,8 @@
-"""Linear layers on a GPU whose weights stay in four bits: codes with a scale for each output and group of inputs.
+"""Linear layers on a GPU whose weights stay in four or eight bits: codes with a scale for each output and group of
+inputs.
 
-Inputs are taken in steps of up to 128. A byte of a step holds a code of its first half, and above it the one as far
-behind in the second half. The kernel is in grouped_kernel.py. Knows no format of files.
+Inputs are taken in steps of up to 128. Of four bits, a byte of a step holds a code of its first half, and above it the
+one as far behind in the second half. The kernel is in grouped_kernel.py. Knows no format of files.
 """
 
 from __future__ import annotations
@@ -23,22 +24,37 @@ _COUNTERS = 256
 _FRACTION_BITS, _MOST_EXPONENT = 23, 254
 
 
-class Packed(NamedTuple):
-    """A weight [out, in]: codes u8 [out, in / 2], and scales [out, groups], which are numbers, or u8: powers of two.
+class Coding(NamedTuple):
+    """What codes of 4 or 8 bits are: the numbers of a table, i8[16], or less `middle`, where they have no zeros."""
 
-    `zeros` are i8 (ZEROS) or numbers (OFFSETS) [out, groups], or None, where all codes have `middle`, or `table` has
-    the number of each code, i8[16].
+    bits: int = 4
+    middle: int = 0
+    table: bytes = b""
+
+    @property
+    def numbers(self) -> int:
+        """How many codes a byte has."""
+        return 8 // self.bits
+
+
+# Codes that are numbers.
+FOUR_BITS = Coding()
+
+
+class Packed(NamedTuple):
+    """A weight [out, in]: codes u8 [out, bytes], and scales [out, groups], which are numbers, or u8: powers of two.
+
+    `zeros` are whole numbers (ZEROS) or others (OFFSETS) [out, groups], or None.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
-    middle: int
-    table: bytes = b""
+    coding: Coding = FOUR_BITS
 
     @property
     def kind(self) -> int:
-        if self.table:
+        if self.coding.table:
             return TABLE
         if self.zeros is None:
             return MIDDLE
@@ -67,18 +83,18 @@ def numbers_of(scales: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, groups: int) -> Tensor:
-    """Pack codes u8 [out, in] of so many groups into u8 [out, in / 2]."""
+    """Pack codes u8 [out, in] of four bits, and of so many groups, into u8 [out, in / 2]."""
     halves: Tensor = codes.unflatten(1, (-1, 2, step_of(codes.shape[1] // groups) // 2))
     packed: Tensor = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     return packed
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer with packed `codes` u8 [out, in / 2], `scales` [out, groups] and perhaps
-    `zeros`: i8 [out, groups] that are taken off codes, or numbers that are added to scaled ones.
+    """A linear layer with `codes` u8 [out, bytes], `scales` [out, groups] and perhaps `zeros`: whole numbers [out,
+    groups] that are taken off codes, or others that are added to scaled ones.
 
-    `middle` is taken off codes that have no zeros. With a `table`, i8[16], its numbers take the place of codes. Column
-    i of the weight is for the input `order[i]`, if there is an order, i32 [in]. Outputs have the dtype of inputs.
+    Column i of the weight is for the input `order[i]`, if there is an order, i32 [in]. Outputs have the dtype of
+    inputs.
     """
 
     order: Tensor | None
@@ -89,15 +105,13 @@ class GroupedLinear(nn.Module):
         codes: Tensor,
         scales: Tensor,
         zeros: Tensor | None = None,
-        middle: int = 0,
+        coding: Coding = FOUR_BITS,
         order: Tensor | None = None,
         bias: Tensor | None = None,
-        table: bytes = b"",
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = len(codes), 2 * codes.shape[1]
-        self.middle = middle
-        self.table = table
+        self.out_features, self.in_features = len(codes), coding.numbers * codes.shape[1]
+        self.coding = coding
         self.codes = _kept(codes)
         self.scales = _kept(scales)
         self.zeros = None if zeros is None else _kept(zeros)
@@ -109,26 +123,33 @@ class GroupedLinear(nn.Module):
 
     @property
     def packed(self) -> Packed:
-        return Packed(self.codes, self.scales, self.zeros, self.middle, self.table)
+        return Packed(self.codes, self.scales, self.zeros, self.coding)
 
     @property
     def weight(self) -> Tensor:
         """Return a new copy of the decoded weight, f32[out, in]."""
-        packed = self.packed
-        groups = self.scales.shape[1]
-        steps = packed.codes.unflatten(1, (-1, step_of(self.in_features // groups) // 2))
-        codes = torch.stack([steps & 15, steps >> 4], 2).reshape(self.out_features, groups, -1)
-        if self.table:
-            numbers = torch.frombuffer(bytearray(self.table), dtype=torch.int8).to(codes.device)
-            codes = numbers[codes.int()]
-        codes = codes.float()
+        numbers = self._numbers()
         zeros = self.zeros
-        codes -= zeros.float()[..., None] if zeros is not None and packed.kind == ZEROS else float(self.middle)
-        codes *= numbers_of(self.scales)[..., None]
-        if zeros is not None and packed.kind == OFFSETS:
-            codes += zeros.float()[..., None]
-        whole = codes.flatten(1)
+        has_zeros = self.packed.kind == ZEROS
+        numbers -= zeros.float()[..., None] if zeros is not None and has_zeros else float(self.coding.middle)
+        numbers *= numbers_of(self.scales)[..., None]
+        if zeros is not None and not has_zeros:
+            numbers += zeros.float()[..., None]
+        whole = numbers.flatten(1)
         return whole if self.order is None else whole[:, self.order.long().argsort()]
+
+    def _numbers(self) -> Tensor:
+        """Return the codes, or those of the table, f32 [out, groups, in of a group]."""
+        groups = self.scales.shape[1]
+        codes = self.codes.detach()
+        if self.coding.bits == 4:
+            steps = codes.unflatten(1, (-1, step_of(self.in_features // groups) // 2))
+            codes = torch.stack([steps & 15, steps >> 4], 2)
+        codes = codes.reshape(self.out_features, groups, -1)
+        if not self.coding.table:
+            return codes.float()
+        table = torch.frombuffer(bytearray(self.coding.table), dtype=torch.int8).to(codes.device)
+        return table[codes.int()].float()
 
     def forward(self, x: Tensor) -> Tensor:
         return grouped_product(x, self.packed, self.order, self.bias, self.arrived)
@@ -153,7 +174,7 @@ def join_alike(linears: Sequence[GroupedLinear]) -> bool:
     """Whether the parts of such layers of the same input, one behind the other, are those of one layer."""
     first = linears[0]
     return all(
-        (one.middle, one.table) == (first.middle, first.table)
+        one.coding == first.coding
         and one.scales.shape[1] == first.scales.shape[1]
         and one.scales.dtype == first.scales.dtype
         and (None if one.zeros is None else one.zeros.dtype) == (None if first.zeros is None else first.zeros.dtype)

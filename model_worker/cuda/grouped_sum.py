@@ -36,6 +36,7 @@ def sum_of_steps(
     has_column,
     first,
     last,
+    BITS: tl.constexpr,
     KIND: tl.constexpr,
     MIDDLE: tl.constexpr,
     TABLE: tl.constexpr,
@@ -51,7 +52,6 @@ def sum_of_steps(
     half = tl.arange(0, STEP // 2)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for step in range(first, last):
-        packed = tl.load(from_codes[:, None] + (step * (STEP // 2) + half)[None, :], mask=has_column[:, None], other=0)
         at = from_x[None, :] + (step * STEP + half)[:, None]
         x_low = tl.load(at, mask=has_row[None, :], other=0.0)
         x_high = tl.load(at + STEP // 2, mask=has_row[None, :], other=0.0)
@@ -61,12 +61,18 @@ def sum_of_steps(
             scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         else:
             scale = scale.to(tl.float32)
-        if KIND == 3:
-            low = in_table(packed & 15, TABLE)
-            high = in_table(packed >> 4, TABLE)
+        codes = from_codes[:, None] + (step * (STEP * BITS // 8) + half)[None, :]
+        low = tl.load(codes, mask=has_column[:, None], other=0)
+        if BITS == 8:
+            # With a zero they are numbers of nine bits.
+            high = tl.load(codes + STEP // 2, mask=has_column[:, None], other=0).to(tl.int16)
+            low = low.to(tl.int16)
+        elif KIND == 3:
+            high = in_table(low >> 4, TABLE)
+            low = in_table(low & 15, TABLE)
         else:
-            low = (packed & 15).to(tl.int8)
-            high = (packed >> 4).to(tl.int8)
+            high = (low >> 4).to(tl.int8)
+            low = (low & 15).to(tl.int8)
         if KIND == 0:
             low -= MIDDLE
             high -= MIDDLE

@@ -1,4 +1,4 @@
-"""Whether a card multiplies weights of four bits as it should, and as fast as decoded ones."""
+"""Whether a card multiplies weights of four or eight bits as it should, and as fast as decoded ones."""
 
 from __future__ import annotations
 

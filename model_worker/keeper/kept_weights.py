@@ -30,14 +30,14 @@ _ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """What makes modules for the tensors: their dtype, the generation config as JSON, and the linear ones in FP8, with
-    scales of outputs and of blocks, and in four bits, with what is taken off their codes. Of unused tensors, which are
-    not kept, the dtype and shape."""
+    scales of outputs and of blocks, and in four or eight bits, with what their codes are (bits, middle and table). Of
+    unused tensors, which are not kept, the dtype and shape."""
 
     dtype: str
     generation: str
     in_fp8: list[str]
     in_fp8_blocks: list[str]
-    in_groups: dict[str, int]
+    in_groups: dict[str, tuple[int, int, bytes]]
     unused: dict[str, tuple[str, list[int]]] = {}
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.weight_format import PANEL
-from model_worker.cuda.grouped_linear import GroupedLinear, Packed, exponents_of, pack, step_of
+from model_worker.cuda.grouped_linear import Coding, GroupedLinear, Packed, exponents_of, pack, step_of
 from shared.weight_codes import Codes, Grouped
 
-_BITS = 4
-_TABLE_CODES = 1 << _BITS
+_TABLE_CODES = 16
 # The type of scales that are powers of two: their exponents.
 _POWERS = torch.uint8
 
@@ -30,9 +29,8 @@ class Groups:
     scales: torch.dtype
     zeros: bool
     offsets: torch.dtype | None
-    middle: int  # what is taken off codes without zeros
+    coding: Coding
     ordered: bool
-    table: bytes  # the number of each code, i8[16]; empty: codes are numbers
 
     @property
     def name(self) -> str:
@@ -40,13 +38,14 @@ class Groups:
         parts = [f"groups of {self.group}", scales]
         if self.offsets is not None:
             parts.append(f"{_said(self.offsets)} offsets")
-        if self.table:
+        if self.coding.table:
             parts.append("a table")
         else:
-            parts.append("zeros" if self.zeros else f"a zero of {self.middle}")
+            parts.append("zeros" if self.zeros else f"a zero of {self.coding.middle}")
         if self.ordered:
             parts.append("inputs in an order")
-        return f"in four bits with {', '.join(parts)}"
+        bits = "four" if self.coding.bits == 4 else "eight"
+        return f"in {bits} bits with {', '.join(parts)}"
 
     def layer(self, weight: EncodedWeight, bias: Tensor | None) -> GroupedLinear:
         """Return a layer whose numbers have these types, read some outputs at a time.
@@ -56,7 +55,8 @@ class Groups:
         read = weight.codes
         assert read is not None
         outputs = weight.shape[0]
-        pieces = [_packed(read(first, min(first + weight.step, outputs))) for first in range(0, outputs, weight.step)]
+        starts = range(0, outputs, weight.step)
+        pieces = [_packed(read(first, min(first + weight.step, outputs)), self.coding) for first in starts]
         codes, scales = (torch.cat(parts) for parts in ([one.codes for one in pieces], [one.scales for one in pieces]))
         order = read(0, min(PANEL, outputs)).order
         columns = None if order is None else torch.from_numpy(order)
@@ -64,7 +64,7 @@ class Groups:
         zeros = torch.cat(parts) if parts else None
         if zeros is not None and self.offsets is not None:
             zeros = _narrow(zeros, self.offsets)
-        return GroupedLinear(codes, _narrow(scales, self.scales), zeros, self.middle, columns, bias, self.table)
+        return GroupedLinear(codes, _narrow(scales, self.scales), zeros, self.coding, columns, bias)
 
     def with_wide_numbers(self) -> Groups:
         """Return the form whose types hold the numbers of any."""
@@ -82,16 +82,17 @@ def groups_of(weight: EncodedWeight) -> Groups | None:
     group = inputs // few.scales.groups
     table = b"" if few.table is None else _table_of(few)
     has_zeros = not isinstance(few.zeros, int) or few.zeros != 0
-    fits = few.bits == _BITS and table is not None and group * few.scales.groups == inputs
+    fits = table is not None and group * few.scales.groups == inputs
     if few.minimums is not None:
         fits = fits and few.minimums.groups == few.scales.groups and not has_zeros
     if not fits or table is None or not step_of(group):
         return None
-    middle = few.zeros if isinstance(few.zeros, int) else 0
+    # Codes of fewer bits lie in as many as there is room for.
+    coding = Coding(4 if few.bits <= 4 else 8, few.zeros if isinstance(few.zeros, int) else 0, table)
     zeros = not isinstance(few.zeros, int)
     offsets = None if few.minimums is None else _type_of(few.minimums)
     scales = _type_of(few.scales, may_be_powers=bool(table))
-    return Groups(group, scales, zeros, offsets, middle, few.order is not None, table)
+    return Groups(group, scales, zeros, offsets, coding, few.order is not None)
 
 
 def _table_of(few: Codes) -> bytes | None:
@@ -115,15 +116,16 @@ def _type_of(numbers: Grouped, may_be_powers: bool = False) -> torch.dtype:
     return next((dtype for dtype in types if _narrow(values, dtype) is not values), torch.float32)
 
 
-def _packed(codes: Codes) -> Packed:
+def _packed(codes: Codes, coding: Coding) -> Packed:
     """Return the tensors of a layer with these outputs."""
     scales = torch.from_numpy(codes.scales.values)
     zeros: Tensor | None = None
     if codes.minimums is not None:
         zeros = torch.from_numpy(codes.minimums.values)
     elif not isinstance(codes.zeros, int):
-        zeros = torch.from_numpy(codes.zeros).to(torch.int8)
-    return Packed(pack(torch.from_numpy(codes.codes), scales.shape[1]), scales, zeros, 0)
+        zeros = torch.from_numpy(codes.zeros).to(torch.int8 if coding.bits == 4 else torch.int16)
+    found = torch.from_numpy(codes.codes)
+    return Packed(pack(found, scales.shape[1]) if coding.bits == 4 else found, scales, zeros, coding)
 
 
 def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:

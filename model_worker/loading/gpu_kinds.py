@@ -1,4 +1,4 @@
-"""Kinds of weights that a GPU multiplies as they are stored: in FP8, and in four bits.
+"""Kinds of weights that a GPU multiplies as they are stored: in FP8, and in four or eight bits.
 
 A kind says which weights it takes, makes a linear layer of one, and says why a card does not compute such layers as it
 should. Does not know files.

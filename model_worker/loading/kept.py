@@ -28,7 +28,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from model_worker.cuda.encoded_experts import ExpertStack
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.grouped_linear import GroupedLinear
+from model_worker.cuda.grouped_linear import Coding, GroupedLinear
 from model_worker.keeper.kept_weights import Found, KeptWeights, ModelFacts
 from model_worker.loading.placeholder import Placeholder
 from model_worker.loading.weights import LOAD_ERRORS, check_loaded, model_class, without_quantization
@@ -112,8 +112,8 @@ class Keeping:
         of_tower = _tower_of(model)
         tower = {name: tensor for name, tensor in tensors.items() if id(tensor) in of_tower}
         unused = {} if vision else {name: (_name(tensor.dtype), list(tensor.shape)) for name, tensor in tower.items()}
-        fours = {name: one.middle for name, one in model.named_modules() if isinstance(one, GroupedLinear)}
-        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], fours, unused)
+        grouped = {name: one.coding for name, one in model.named_modules() if isinstance(one, GroupedLinear)}
+        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], grouped, unused)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in tower}
         self._tower = tower if vision else {}
 
@@ -221,9 +221,9 @@ def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:
             given[name] = Placeholder(tuple(tensor.shape), tensor.dtype)
         elif leaf == "codes":
             outputs, width = tensor.shape
-            given[f"{path}.weight"] = Placeholder(
-                (outputs, 2 * width if path in found.facts.in_groups else width), dtype
-            )
+            coding = found.facts.in_groups.get(path)
+            inputs = width if coding is None else Coding(*coding).numbers * width
+            given[f"{path}.weight"] = Placeholder((outputs, inputs), dtype)
     return given
 
 
@@ -238,7 +238,7 @@ def _encoded_linear(found: Found, name: str) -> Fp8Linear | BlockFp8Linear | Gro
         raise ValueError(f"{name} has no codes or no scales")
     if name in found.facts.in_groups:
         zeros, order = (found.tensors.get(f"{name}.{part}") for part in ("zeros", "order"))
-        return GroupedLinear(codes, scales, zeros, found.facts.in_groups[name], order, bias)
+        return GroupedLinear(codes, scales, zeros, Coding(*found.facts.in_groups[name]), order, bias)
     return Fp8Linear(codes, scales[0], bias) if name in found.facts.in_fp8 else BlockFp8Linear(codes, scales, bias)
 
 

@@ -227,10 +227,11 @@ def _parameters(model: PreTrainedModel) -> tuple[int, int]:
     encoded = {module.source: module.dtype for module in _encoded(model)}
     counts = [math.prod(weight.shape) for weight in encoded]
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, encoded.values(), strict=True)]
-    # A byte of these has two.
-    fours = [module.codes.numel() for module in model.modules() if isinstance(module, GroupedLinear | GroupedExperts)]
+    # A byte of these may have two.
+    grouped = (module for module in model.modules() if isinstance(module, GroupedLinear | GroupedExperts))
+    more = [(one.coding.numbers - 1) * one.codes.numel() for one in grouped]
     return (
-        sum(parameter.numel() for parameter in parameters) + sum(counts) + sum(fours),
+        sum(parameter.numel() for parameter in parameters) + sum(counts) + sum(more),
         sum(parameter.nbytes for parameter in parameters) + sum(sizes),
     )
 

@@ -51,7 +51,7 @@ def test_the_whole_hour_can_be_pretended(tmp_path: Path) -> None:
         assert results["attention"]["wrong"] == []
         assert results["drawing"]["draws torch's tokens"]
         assert results["products"]["wrong"] == []
-        assert results["products"]["kinds that are right"] == 7
+        assert results["products"]["kinds that are right"] == 9
         assert results["products"]["experts in four bits, 1 tokens, us"] > 0
         costs = [value for name, value in results["host"].items() if name != "seconds"]
         assert len(costs) == len(gpu_host.KINDS)

@@ -72,7 +72,8 @@ E2M1 = int.from_bytes(
 INT4_TILES = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
 INT4_EXPERTS = tuple(f"experts in four bits, {rows} rows" for rows in EXPERT_ROWS)
 IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16 = "more in one piece", "some with float32 scales", "few in float16"
-OF_INT4 = (*INT4_TILES, IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16, *INT4_EXPERTS)
+INT8_TILES = ("few in eight bits", "many in eight bits")
+OF_INT4 = (*INT4_TILES, *INT8_TILES, IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16, *INT4_EXPERTS)
 # Only cards with products of these numbers round to them.
 FP8_TILES = ("few in blocks", "some in blocks", "many in blocks")
 FP8_EXPERTS = tuple(f"experts in FP8, {rows} rows" for rows in EXPERT_ROWS)
@@ -185,25 +186,33 @@ def adapters() -> Iterator[Case]:
 
 
 def four_bits() -> Iterator[Case]:
-    """Yield products with weights of four bits, of all kinds of zeros by turns."""
+    """Yield products with weights of four and eight bits, of all kinds of zeros by turns."""
     more, some, few = (product_tiles.TILES[place] for place in (2, 1, 0))
     for kind, (name, tile) in enumerate(zip(INT4_TILES, product_tiles.TILES, strict=True)):
-        yield _in_four_bits(name, tile, kind % 3)
-    yield _in_four_bits(IN_ONE_PIECE, more._replace(is_split=False), OFFSETS)
-    yield _in_four_bits(FLOAT32_SCALES, some, OFFSETS, types=dict.fromkeys(("scales", "zeros"), "*fp32"))
-    yield _in_four_bits(FLOAT16, few, ZEROS, "fp16")
+        yield _in_groups(name, tile, kind % 3)
+    for name, tile in zip(INT8_TILES, (few, product_tiles.TILES[-1]), strict=True):
+        yield _in_groups(name, tile, ZEROS, types={"zeros": "*i16"}, bits=8)
+    yield _in_groups(IN_ONE_PIECE, more._replace(is_split=False), OFFSETS)
+    yield _in_groups(FLOAT32_SCALES, some, OFFSETS, types=dict.fromkeys(("scales", "zeros"), "*fp32"))
+    yield _in_groups(FLOAT16, few, ZEROS, "fp16")
     for name, rows, kind in zip(INT4_EXPERTS, EXPERT_ROWS, (ZEROS, TABLE, TABLE), strict=True):
-        sizes = {"ROWS": rows, "COLUMNS": 64, "STEP": 32 if kind == TABLE else 128, "PER_GROUP": 1, "BIASED": True}
-        codes = {"KIND": kind, "MIDDLE": 0, "TABLE": E2M1 if kind == TABLE else 0}
+        sizes = {"ROWS": rows, "COLUMNS": 64, "STEP": 32 if kind == TABLE else 128, "PER_GROUP": 1, "BITS": 4}
+        codes = {"BIASED": True, "KIND": kind, "MIDDLE": 0, "TABLE": E2M1 if kind == TABLE else 0}
         kernel = grouped_experts_kernel.grouped_experts_kernel
         powers = {"scales": "*u8"} if kind == TABLE else None
         yield Case(name, kernel, {**sizes, **codes}, "bf16", {"num_warps": 4, "num_stages": 4}, powers)
 
 
-def _in_four_bits(
-    name: str, tile: product_tiles.Tile, kind: int, dtype: str = "bf16", types: dict[str, str] | None = None
+def _in_groups(
+    name: str,
+    tile: product_tiles.Tile,
+    kind: int,
+    dtype: str = "bf16",
+    types: dict[str, str] | None = None,
+    bits: int = 4,
 ) -> Case:
-    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": 32 if kind == ZEROS else 128, "PER_GROUP": 1}
+    step = 32 if kind == ZEROS and bits == 4 else 128
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "PER_GROUP": 1, "BITS": bits}
     flags = {"TOGETHER": 8, "BIASED": True, "SPLIT": tile.is_split, "KIND": kind, "MIDDLE": 8, "TABLE": 0}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Case(name, grouped_kernel.grouped_kernel, {**sizes, **flags}, dtype, options, types)

@@ -94,6 +94,17 @@ def test_scales_of_powers_of_two_are_told() -> None:
         assert exponents_of(torch.tensor([1.0, other])) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_may_have_eight_bits(kind: int) -> None:
+    linear = grouped_layer(OUTPUTS, 1152, 128, kind, ordered=True, biased=True, bits=8)
+    for tokens in (1, 40):
+        x = torch.randn(tokens, 1152) * torch.randn(1152).exp()
+        assert error_of(linear, x) < 2e-6
+        # In which numbers of nine bits are whole.
+        assert error_of(linear, x.half()) < 1e-3
+    assert torch.equal(linear(torch.eye(1152)[:3]), linear.weight.T[:3] + linear.get_parameter("bias"))
+
+
 @pytest.mark.parametrize("outputs", [1, 63, 64, 200])
 @pytest.mark.parametrize("biased", [False, True])
 def test_outputs_need_not_fill_tiles(outputs: int, biased: bool) -> None:
@@ -268,16 +279,18 @@ def test_a_slower_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 OF_FOUR_BITS = (
     "gptq",
-    "gptq v2",
     "gptq in order of activations",
     "gptq in one order",
-    "auto-round",
     "awq",
     "w4a16",
     "w4a16 with zeros",
     "w4a16 in order of activations",
     "mxfp4 of compressed-tensors",
+    "gptq 3 bits",
 )
+OF_EIGHT_BITS = ("gptq 8 bits", "w8a16", "w8a8")
+# Of scales, where they are not of 16 bits.
+SCALE_BYTES = {"mxfp4 of compressed-tensors": 1, "w8a8": 4}
 
 
 def error_of_model(model: Any, reference: Any) -> float:
@@ -286,7 +299,7 @@ def error_of_model(model: Any, reference: Any) -> float:
         return verify.median_error(verify.eager_logits(model, tokens), verify.eager_logits(reference, tokens))
 
 
-@pytest.mark.parametrize("name", [*OF_FOUR_BITS, "gptq 8 bits", "nvfp4"])
+@pytest.mark.parametrize("name", [*OF_FOUR_BITS, *OF_EIGHT_BITS, "nvfp4"])
 def test_a_checkpoint_keeps_its_codes(
     name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,12 +310,14 @@ def test_a_checkpoint_keeps_its_codes(
         model = loaded(path)
     reference = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     kept = {key: module for key, module in model.named_modules() if isinstance(module, GroupedLinear)}
-    assert len(kept) == (7 if name in OF_FOUR_BITS else 0)
+    assert len(kept) == (0 if name == "nvfp4" else 7)
     for key, module in kept.items():
         assert torch.equal(module.weight, reference.get_submodule(key).weight)
-        assert module.scales.itemsize == (1 if name.startswith("mxfp4") else 2), "scales are as narrow as the file's"
+        assert module.scales.itemsize == SCALE_BYTES.get(name, 2), "scales are as narrow as the file's"
+        assert module.coding.bits == (4 if name in OF_FOUR_BITS else 8)
     if kept:
-        assert "7 weights stay in four bits with groups of 32, " in caplog.text
+        said = "four bits with groups of 32, " if name in OF_FOUR_BITS else "eight bits with groups of "
+        assert f" weights stay in {said}" in caplog.text
         assert "0 are decoded to torch.float32, 0.00 GB" in caplog.text
     assert error_of_model(model, reference) < 1e-4
     served = prepare(model, CPU, "none", lambda *_: None, has_kernels=lambda *_: False)
@@ -329,9 +344,9 @@ def test_a_card_that_computes_them_wrongly_gets_decoded_weights(
 
 
 @pytest.mark.usefixtures("small_trials")
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K"])
 def test_a_gguf_file_keeps_its_codes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of six bits are decoded."""
+    """Those of six bits are decoded: groups of 16 inputs are too few."""
     size = 256 if kind.endswith("K") else 64
     sizes = {"hidden_size": size, "intermediate_size": size, "vocab_size": 270, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size // 4}
@@ -347,4 +362,5 @@ def test_a_gguf_file_keeps_its_codes(kind: str, tmp_path: Path, monkeypatch: pyt
     found: Any = load_gguf(file, gguf_config(file), "Llama", torch.float32, torch.device("cuda"))
     fours = [module for module in found.modules() if isinstance(module, GroupedLinear)]
     assert len(fours) == (0 if kind == "Q6_K" else 8)
+    assert {module.coding.bits for module in fours} == ({8} if kind == "Q8_0" else {4} if fours else set())
     assert error_of_model(found.eval(), exact.eval()) < 1e-4

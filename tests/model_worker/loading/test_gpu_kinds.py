@@ -57,6 +57,7 @@ def kind_and_layer(weight: EncodedWeight) -> tuple[Any, GroupedLinear]:
         ("IQ4_NL", None, "groups of 32, float16 scales, a table"),
         ("IQ4_XS", None, "groups of 32, float32 scales, a table"),
         ("GPTQ 4 bits", None, "groups of 128, float16 scales, zeros"),
+        ("GPTQ 3 bits", None, "groups of 32, float16 scales, zeros"),
         ("bfloat16 scales", torch.bfloat16, "groups of 64, bfloat16 scales, a zero of 8"),
         ("bfloat16 scales", None, "groups of 64, float32 scales, a zero of 8"),
     ],
@@ -67,6 +68,30 @@ def test_a_kind_has_the_types_of_its_numbers(name: str, scales: torch.dtype | No
     assert layer.scales.dtype == kind.groups.scales
     if layer.zeros is not None:
         assert layer.zeros.dtype == (kind.groups.offsets or torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Q8_0", "groups of 32, float16 scales, a zero of 128"),
+        ("Q5_0", "groups of 32, float16 scales, a zero of 16"),
+        ("Q5_1", "groups of 32, float16 scales, float16 offsets, a zero of 0"),
+        ("Q5_K", "groups of 32, float32 scales, float32 offsets, a zero of 0"),
+        ("GPTQ 8 bits", "groups of 64, float16 scales, zeros"),
+        ("whole rows", "groups of 256, float32 scales, a zero of 128"),
+    ],
+)
+def test_codes_of_more_than_four_bits_take_eight(name: str, said: str) -> None:
+    weight = weight_of(name)
+    kind, layer = kind_and_layer(weight)
+    assert kind.name == f"in eight bits with {said}"
+    assert torch.equal(layer.weight, torch.from_numpy(weight._codes.weight))
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "FP8", "NF4", "groups of 16"])
+def test_other_codes_are_of_no_kind(name: str) -> None:
+    """Groups of 16 inputs are too few, and tables of numbers that are not whole have no place."""
+    assert kind_of(weight_of(name), True, torch.bfloat16) is None
 
 
 def test_powers_of_two_beyond_those_of_bytes_are_kept_as_numbers() -> None:
@@ -119,5 +144,5 @@ def test_what_is_timed_is_of_the_kind(name: str, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
         assert got.scales.dtype == want.scales.dtype
-        assert (got.kind, got.middle, got.table) == (want.kind, want.middle, want.table)
+        assert (got.kind, got.coding) == (want.kind, want.coding)
     assert timed
