@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model_worker.cuda.fp8_blocks import BlockFp8Linear, rounded_groups
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.grouped_linear import GroupedLinear, Packed, numbers_of
+from model_worker.cuda.grouped_linear import Coding, GroupedLinear, Packed, numbers_of
 from model_worker.cuda.routing import Routing, route
 
 # The projections of a module of experts.
@@ -56,13 +56,13 @@ class GroupedExperts(ExpertStack):
     """With `codes` u8 [experts, out, bytes], `scales` and perhaps `zeros` [experts, out, groups], as grouped_linear.py
     has them."""
 
-    def __init__(self, experts: Sequence[GroupedLinear], dtype: torch.dtype) -> None:
-        first = experts[0]
-        super().__init__(len(experts), first.out_features, first.in_features, dtype)
-        self.coding = first.coding
-        self.codes = _stack([one.codes for one in experts])
-        self.scales = _stack(_alike([one.scales for one in experts]))
-        self.zeros = None if first.zeros is None else _stack([one.get_parameter("zeros") for one in experts])
+    def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, coding: Coding, dtype: torch.dtype) -> None:
+        experts, outputs, width = codes.shape
+        super().__init__(experts, outputs, coding.numbers * width, dtype)
+        self.coding = coding
+        self.codes = _kept(codes)
+        self.scales = _kept(scales)
+        self.zeros = None if zeros is None else _kept(zeros)
 
     def product(self, x: Tensor, routing: Routing, bias: Tensor | None = None) -> Tensor:
         from model_worker.cuda.grouped_experts_kernel import multiply_experts
@@ -82,11 +82,10 @@ class Fp8Experts(ExpertStack):
     Inputs are rounded to FP8 in groups of 128 either way.
     """
 
-    def __init__(self, experts: Sequence[Fp8Linear] | Sequence[BlockFp8Linear], dtype: torch.dtype) -> None:
-        outputs, inputs = experts[0].codes.shape
-        super().__init__(len(experts), outputs, inputs, dtype)
-        self.codes = _stack([one.codes for one in experts])
-        self.scales = _stack([one.scales if isinstance(one, BlockFp8Linear) else one.scales[0] for one in experts])
+    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(*codes.shape, dtype)
+        self.codes = _kept(codes)
+        self.scales = _kept(scales)
 
     def product(self, x: Tensor, routing: Routing, bias: Tensor | None = None) -> Tensor:
         from model_worker.cuda.fp8_block_kernel import multiply_experts
@@ -104,9 +103,15 @@ def stack_of(experts: Sequence[Sequence[Any]], dtype: torch.dtype, takes_turns: 
     """Stack layers of experts of one kind. The outputs of those of an expert come one behind the other, or take turns,
     which those in FP8 cannot."""
     if isinstance(experts[0][0], GroupedLinear):
-        return GroupedExperts([_one_of_groups(parts, takes_turns) for parts in experts], dtype)
+        grouped = [_one_of_groups(parts, takes_turns) for parts in experts]
+        scales = torch.stack(_alike([one.scales for one in grouped]))
+        zeros = [one.zeros for one in grouped if one.zeros is not None]
+        codes = torch.stack([one.codes for one in grouped])
+        return GroupedExperts(codes, scales, torch.stack(zeros) if zeros else None, grouped[0].coding, dtype)
     assert not takes_turns
-    return Fp8Experts([_one_in_fp8(parts) for parts in experts], dtype)
+    wholes = [_one_in_fp8(parts) for parts in experts]
+    scales = torch.stack([one.scales if isinstance(one, BlockFp8Linear) else one.scales[0] for one in wholes])
+    return Fp8Experts(torch.stack([one.codes for one in wholes]), scales, dtype)
 
 
 def _one_of_groups(parts: Sequence[GroupedLinear], takes_turns: bool) -> GroupedLinear:
@@ -130,8 +135,8 @@ def _one_in_fp8(parts: Sequence[Any]) -> Any:
     return Fp8Linear(codes, torch.cat([part.scales[0] for part in parts]), None)
 
 
-def _stack(tensors: Sequence[Tensor]) -> nn.Parameter:
-    return nn.Parameter(torch.stack([tensor.detach() for tensor in tensors]), requires_grad=False)
+def _kept(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
 def takes(module: Any) -> bool:

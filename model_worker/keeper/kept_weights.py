@@ -38,6 +38,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     in_fp8: list[str]
     in_fp8_blocks: list[str]
     in_groups: dict[str, tuple[int, int, bytes]]
+    # Projections of encoded experts: their shapes in the module, and what their codes are, if they are not in FP8.
+    experts: dict[str, tuple[list[int], tuple[int, int, bytes] | None]] = {}
     unused: dict[str, tuple[str, list[int]]] = {}
 
 

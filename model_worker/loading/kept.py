@@ -25,7 +25,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from model_worker.cuda.encoded_experts import ExpertStack
+from model_worker.cuda.encoded_experts import PROJECTIONS, ExpertStack, Fp8Experts, GroupedExperts, put_stacks
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.grouped_linear import Coding, GroupedLinear
@@ -99,9 +99,6 @@ class Keeping:
         """
         if not (self.identity and self.weights.able) or self.weights.size:
             return
-        if any(isinstance(module, ExpertStack) for module in model.modules()):
-            log.info("the weights are not kept for the next worker, since its experts stay encoded")
-            return
         kinds = [
             [name for name, one in model.named_modules() if type(one) is kind] for kind in (Fp8Linear, BlockFp8Linear)
         ]
@@ -113,7 +110,11 @@ class Keeping:
         tower = {name: tensor for name, tensor in tensors.items() if id(tensor) in of_tower}
         unused = {} if vision else {name: (_name(tensor.dtype), list(tensor.shape)) for name, tensor in tower.items()}
         grouped = {name: one.coding for name, one in model.named_modules() if isinstance(one, GroupedLinear)}
-        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], grouped, unused)
+        stacks = ((name, one) for name, one in model.named_modules() if isinstance(one, ExpertStack))
+        experts = {
+            name: (list(one.shape), one.coding if isinstance(one, GroupedExperts) else None) for name, one in stacks
+        }
+        self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], grouped, experts, unused)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in tower}
         self._tower = tower if vision else {}
 
@@ -193,6 +194,8 @@ def kept_model(found: Found, config: PreTrainedConfig, architecture: str) -> Pre
     check_loaded(architecture, info)
     for name in _encoded(found.facts):
         model.set_submodule(name, _encoded_linear(found, name))
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in found.facts.experts):
+        put_stacks(model.get_submodule(owner), [_stack(found, f"{owner}.{name}", dtype) for name in PROJECTIONS])
     if other := sorted(model.state_dict().keys() ^ found.tensors.keys()):
         raise ModelRefused(architecture, f"its modules and what is kept differ in {other[0]}")
     _put(model, found.tensors)
@@ -215,8 +218,12 @@ def _placeholders(found: Found, dtype: torch.dtype) -> dict[str, Any]:
     """Name the tensors as in a plain checkpoint."""
     given: dict[str, Any] = {}
     encoded = _encoded(found.facts)
+    for name, (shape, _) in found.facts.experts.items():
+        given[name] = Placeholder(tuple(shape), dtype)
     for name, tensor in found.tensors.items():
         path, _, leaf = name.rpartition(".")
+        if path in found.facts.experts:
+            continue
         if path not in encoded or leaf == "bias":
             given[name] = Placeholder(tuple(tensor.shape), tensor.dtype)
         elif leaf == "codes":
@@ -240,6 +247,17 @@ def _encoded_linear(found: Found, name: str) -> Fp8Linear | BlockFp8Linear | Gro
         zeros, order = (found.tensors.get(f"{name}.{part}") for part in ("zeros", "order"))
         return GroupedLinear(codes, scales, zeros, Coding(*found.facts.in_groups[name]), order, bias)
     return Fp8Linear(codes, scales[0], bias) if name in found.facts.in_fp8 else BlockFp8Linear(codes, scales, bias)
+
+
+def _stack(found: Found, name: str, dtype: torch.dtype) -> ExpertStack:
+    """Return the experts of a projection, whose decoded weight is of `dtype`."""
+    codes, scales, zeros = (found.tensors.get(f"{name}.{part}") for part in ("codes", "scales", "zeros"))
+    if codes is None or scales is None or name not in found.facts.experts:
+        raise ValueError(f"{name} has no codes or no scales")
+    coding = found.facts.experts[name][1]
+    if coding is None:
+        return Fp8Experts(codes, scales, dtype)
+    return GroupedExperts(codes, scales, zeros, Coding(*coding), dtype)
 
 
 def _put(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from model_worker.backends.fused_layers import FusedLayers
-from model_worker.cuda.encoded_experts import PROJECTIONS, GroupedExperts, put_stacks
+from model_worker.cuda.encoded_experts import PROJECTIONS, put_stacks, stack_of
 from model_worker.cuda.graphs import DecodeBuffers
 from model_worker.cuda.grouped_linear import TABLE
 from model_worker.cuda.mixed_graphs import MixedBuffers
@@ -161,8 +161,8 @@ def load_in_mxfp4(folder: Path) -> LoadedModel:
     loaded = load("gpt_oss", folder, hidden_size=64, intermediate_size=64)
     for layer in loaded.model.get_decoder().layers:
         shapes = [getattr(layer.mlp.experts, name).shape for name in PROJECTIONS]
-        layers = [[grouped_layer(outputs, inputs, 32, TABLE) for _ in range(n)] for n, inputs, outputs in shapes]
-        put_stacks(layer.mlp.experts, [GroupedExperts(experts, torch.float32) for experts in layers])
+        layers = [[[grouped_layer(outputs, inputs, 32, TABLE)] for _ in range(n)] for n, inputs, outputs in shapes]
+        put_stacks(layer.mlp.experts, [stack_of(experts, torch.float32) for experts in layers])
     return loaded
 
 

@@ -13,7 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from model_worker.cuda import experts_trial, timing
-from model_worker.cuda.encoded_experts import ExpertStack, Fp8Experts, GroupedExperts, forward_of, put_stacks, takes
+from model_worker.cuda.encoded_experts import (
+    ExpertStack,
+    Fp8Experts,
+    GroupedExperts,
+    forward_of,
+    put_stacks,
+    stack_of,
+    takes,
+)
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear, rounded_groups
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.grouped_linear import MIDDLE, OFFSETS, TABLE, ZEROS
@@ -43,18 +51,18 @@ EXPERTS = 5
 OUTPUTS, INPUTS = 130, 192
 
 
-def in_four_bits(kind: int) -> GroupedExperts:
-    return GroupedExperts([grouped_layer(OUTPUTS, INPUTS, 64, kind) for _ in range(EXPERTS)], torch.float32)
+def in_four_bits(kind: int) -> ExpertStack:
+    return stack_of([[grouped_layer(OUTPUTS, INPUTS, 64, kind)] for _ in range(EXPERTS)], torch.float32)
 
 
-def in_fp8(blocked: bool) -> Fp8Experts:
+def in_fp8(blocked: bool) -> ExpertStack:
     def one() -> Any:
         codes = (torch.randn(OUTPUTS, INPUTS) * 60).to(torch.float8_e4m3fn)
         if blocked:
             return BlockFp8Linear(codes, torch.randn(-(-OUTPUTS // SIDE), -(-INPUTS // SIDE)).exp() / 100, None)
         return Fp8Linear(codes, torch.randn(OUTPUTS).exp() / 100, None)
 
-    return Fp8Experts([one() for _ in range(EXPERTS)], torch.float32)
+    return stack_of([[one()] for _ in range(EXPERTS)], torch.float32)
 
 
 STACKS = {
@@ -138,8 +146,8 @@ def test_a_recorded_step_may_route_anew(
     _, module = experts_module(tmp_path_factory.getbasetemp())
     hidden, inner = module.down_proj.shape[1:]
     experts = module.num_experts
-    up = GroupedExperts([grouped_layer(2 * inner, hidden, 32, ZEROS) for _ in range(experts)], torch.float32)
-    down = GroupedExperts([grouped_layer(hidden, inner, 32, ZEROS) for _ in range(experts)], torch.float32)
+    up = stack_of([[grouped_layer(2 * inner, hidden, 32, ZEROS)] for _ in range(experts)], torch.float32)
+    down = stack_of([[grouped_layer(hidden, inner, 32, ZEROS)] for _ in range(experts)], torch.float32)
     put_stacks(module, [up, down])
     with fake_gpu(monkeypatch):
         for stack in (up, down):
@@ -313,7 +321,7 @@ def test_slower_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(left)
 
     def stack() -> ExpertStack:
-        return GroupedExperts([grouped_layer(32, 64, 32, ZEROS) for _ in range(8)], torch.bfloat16)
+        return stack_of([[grouped_layer(32, 64, 32, ZEROS)] for _ in range(8)], torch.bfloat16)
 
     monkeypatch.setattr(experts_trial, "route", routing)
     monkeypatch.setattr(timing, "milliseconds", milliseconds)

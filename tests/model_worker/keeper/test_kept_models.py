@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from model_worker.cuda.encoded_experts import PROJECTIONS, put_stacks, stack_of
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.grouped_linear import GroupedLinear
+from model_worker.cuda.grouped_linear import TABLE, GroupedLinear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.loading.checkpoint import read_config
 from model_worker.loading.kept import Keeping, identity_of
@@ -24,7 +25,7 @@ from model_worker.loading.prepare import prepare
 from model_worker.model import LoadedModel, ModelRefused
 from model_worker.runner import ModelRunner
 from model_worker.weights.serving import free_weights
-from tests.model_worker.cuda.in_four_bits import in_four_bits
+from tests.model_worker.cuda.in_four_bits import grouped_layer, in_four_bits
 from tests.model_worker.cuda.interpreter import need_triton
 from tests.model_worker.keeper.running import Running
 from tests.model_worker.tiny_models import own_tiny_model, tiny_model
@@ -188,6 +189,50 @@ def test_joined_weights_come_back_joined(
     assert all(type(one) is type(other) for one, other in zip(parts(again), parts(model), strict=True))
     assert all(torch.equal(one.weight, other.weight) for one, other in zip(parts(again), parts(model), strict=True))
     assert [(one.untyped_storage().data_ptr(), one.storage_offset()) for one in tensors] == places
+
+
+def in_mxfp4(linear: nn.Linear) -> GroupedLinear:
+    return grouped_layer(linear.out_features, linear.in_features, 32, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("family", "encode"),
+    [("gpt_oss", in_mxfp4), ("qwen3_moe", in_four_bits), ("mixtral", in_fp8), ("mixtral", in_fp8_blocks)],
+)
+def test_encoded_experts_come_back(
+    family: str, encode: Callable[[nn.Linear], nn.Module], keeper: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Those of gpt-oss have biases, and transposed matrices."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    sizes |= {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    path = tiny_model(family, tmp_path_factory.getbasetemp(), **sizes)
+    model: Any = load(path).model
+    for layer in model.model.layers:
+        shapes = [getattr(layer.mlp.experts, name).shape for name in PROJECTIONS]
+        sides = [shape[:0:-1] if family == "gpt_oss" else shape[1:] for shape in shapes]
+        linears = [[[encode(nn.Linear(width, height, bias=False))] for _ in range(4)] for height, width in sides]
+        put_stacks(layer.mlp.experts, [stack_of(experts, torch.float32) for experts in linears])
+        assert [getattr(layer.mlp.experts, name).shape for name in PROJECTIONS] == shapes
+    keeping = Keeping(keeper.worker(), "one")
+    keeping.note(model)
+    inputs = torch.randn(3, 64), torch.tensor([[0, 1], [3, 0], [1, 3]]), torch.rand(3, 2)
+    want = model.model.layers[1].mlp.experts(*inputs)
+    keeping.keep()
+    assert lie_there(model.parameters())
+    assert torch.equal(model.model.layers[1].mlp.experts(*inputs), want)
+    again: Any = Keeping(keeper.worker(), "one").model(read_config(path), family)
+    assert again is not None
+    assert lie_there(again.parameters())
+    assert again.state_dict().keys() == model.state_dict().keys()
+    kept, before = (one.model.layers[1].mlp.experts for one in (again, model))
+    assert torch.equal(kept(*inputs), want)
+    for name in PROJECTIONS:
+        stack, first = getattr(kept, name), getattr(before, name)
+        assert (type(stack), stack.shape) == (type(first), first.shape)
+        assert torch.equal(stack[2], first[2])
+    for parameter in (*model.parameters(), *again.parameters()):
+        # Modules that compute with stacks know themselves, and go when cycles are looked for.
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def test_weights_that_are_taken_away_leave_the_keeper_too(keeper: Running, tmp_path: Path) -> None:
