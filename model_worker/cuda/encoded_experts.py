@@ -53,27 +53,38 @@ class ExpertStack(nn.Module):
 
 
 class GroupedExperts(ExpertStack):
-    """With `codes` u8 [experts, out, bytes], `scales` and perhaps `zeros` [experts, out, groups], as grouped_linear.py
-    has them."""
+    """With `codes` u8 [experts, out, bytes], `scales` and perhaps `zeros` [experts, out, groups], and perhaps an
+    `order` of inputs, i32 [experts, in], as grouped_linear.py has them."""
 
-    def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, coding: Coding, dtype: torch.dtype) -> None:
+    order: Tensor | None
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        coding: Coding,
+        order: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
         experts, outputs, width = codes.shape
         super().__init__(experts, outputs, coding.numbers * width, dtype)
         self.coding = coding
         self.codes = _kept(codes)
         self.scales = _kept(scales)
         self.zeros = None if zeros is None else _kept(zeros)
+        self.register_buffer("order", order)
 
     def product(self, x: Tensor, routing: Routing, bias: Tensor | None = None) -> Tensor:
         from model_worker.cuda.grouped_experts_kernel import multiply_experts
 
         zeros = None if self.zeros is None else self.zeros.flatten(0, 1)
         packed = Packed(self.codes.flatten(0, 1), self.scales.flatten(0, 1), zeros, self.coding)
-        return multiply_experts(x.contiguous(), packed, bias, routing, self.experts)
+        return multiply_experts(x.contiguous(), packed, self.order, bias, routing, self.experts)
 
     def matrix(self, expert: int) -> Tensor:
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return GroupedLinear(self.codes[expert], self.scales[expert], zeros, self.coding).weight
+        zeros, order = (None if each is None else each[expert] for each in (self.zeros, self.order))
+        return GroupedLinear(self.codes[expert], self.scales[expert], zeros, self.coding, order).weight
 
 
 class Fp8Experts(ExpertStack):
@@ -101,13 +112,15 @@ class Fp8Experts(ExpertStack):
 
 def stack_of(experts: Sequence[Sequence[Any]], dtype: torch.dtype, takes_turns: bool = False) -> ExpertStack:
     """Stack layers of experts of one kind. The outputs of those of an expert come one behind the other, or take turns,
-    which those in FP8 cannot."""
+    which those in FP8 cannot. Their inputs have one order."""
     if isinstance(experts[0][0], GroupedLinear):
         grouped = [_one_of_groups(parts, takes_turns) for parts in experts]
         scales = torch.stack(_alike([one.scales for one in grouped]))
         zeros = [one.zeros for one in grouped if one.zeros is not None]
+        orders = [one.order for one in grouped if one.order is not None]
         codes = torch.stack([one.codes for one in grouped])
-        return GroupedExperts(codes, scales, torch.stack(zeros) if zeros else None, grouped[0].coding, dtype)
+        all_zeros, order = (torch.stack(each) if each else None for each in (zeros, orders))
+        return GroupedExperts(codes, scales, all_zeros, grouped[0].coding, order, dtype)
     assert not takes_turns
     wholes = [_one_in_fp8(parts) for parts in experts]
     scales = torch.stack([one.scales if isinstance(one, BlockFp8Linear) else one.scales[0] for one in wholes])
@@ -120,7 +133,7 @@ def _one_of_groups(parts: Sequence[GroupedLinear], takes_turns: bool) -> Grouped
 
     zeros: list[Tensor] = [part.zeros for part in parts if part.zeros is not None]
     codes, scales = whole([part.codes for part in parts]), whole(_alike([part.scales for part in parts]))
-    return GroupedLinear(codes, scales, whole(zeros) if zeros else None, parts[0].coding)
+    return GroupedLinear(codes, scales, whole(zeros) if zeros else None, parts[0].coding, parts[0].order)
 
 
 def _alike(scales: list[Tensor]) -> list[Tensor]:

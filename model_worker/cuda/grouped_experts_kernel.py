@@ -29,6 +29,7 @@ def grouped_experts_kernel(
     codes,
     scales,
     zeros,
+    order,
     bias,
     pairs,
     experts,
@@ -38,6 +39,7 @@ def grouped_experts_kernel(
     outputs,
     width,
     groups,
+    ORDERED: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
     MIDDLE: tl.constexpr,
@@ -66,9 +68,11 @@ def grouped_experts_kernel(
             codes + of_expert * (width * BITS // 8),
             scales + of_expert * groups,
             zeros + of_expert * groups,
+            order + expert * width,
             has_column,
             0,
             width // STEP,
+            ORDERED,
             BITS,
             KIND,
             MIDDLE,
@@ -84,11 +88,14 @@ def grouped_experts_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=has_column[:, None] & has_row[None, :])
 
 
-def multiply_experts(x: Tensor, weight: Packed, bias: Tensor | None, routing: Routing, experts: int) -> Tensor:
+def multiply_experts(
+    x: Tensor, weight: Packed, order: Tensor | None, bias: Tensor | None, routing: Routing, experts: int
+) -> Tensor:
     """Multiply pairs of tokens and experts by the weights of these, [experts * out, in], and add their biases
     [experts, out]. Returns [pairs, out].
 
-    `x` [T, in] are tokens, or the pairs themselves.
+    `x` [T, in] are tokens, or the pairs themselves. Column i of an expert's weight is for the input `order[expert, i]`,
+    if there is an order, i32 [experts, in].
     """
     width = x.shape[1]
     outputs, groups = len(weight.codes) // experts, weight.scales.shape[1]
@@ -102,6 +109,7 @@ def multiply_experts(x: Tensor, weight: Packed, bias: Tensor | None, routing: Ro
         weight.codes,
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if order is None else order,
         weight.scales if bias is None else bias,
         routing.pairs,
         routing.experts,
@@ -111,6 +119,7 @@ def multiply_experts(x: Tensor, weight: Packed, bias: Tensor | None, routing: Ro
         outputs,
         width,
         groups,
+        ORDERED=order is not None,
         BITS=weight.coding.bits,
         KIND=weight.kind,
         MIDDLE=weight.coding.middle,

@@ -33,9 +33,11 @@ def sum_of_steps(
     from_codes,
     from_scales,
     from_zeros,
+    from_order,
     has_column,
     first,
     last,
+    ORDERED: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
     MIDDLE: tl.constexpr,
@@ -47,14 +49,18 @@ def sum_of_steps(
 ):
     """Multiply a tile of outputs by one of tokens over these steps. The pointers are where each of them begins.
 
-    Scales are numbers, or bytes: exponents of two with 127 added.
+    Scales are numbers, or bytes: exponents of two with 127 added. If ORDERED, inputs are taken in an order.
     """
     half = tl.arange(0, STEP // 2)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for step in range(first, last):
-        at = from_x[None, :] + (step * STEP + half)[:, None]
-        x_low = tl.load(at, mask=has_row[None, :], other=0.0)
-        x_high = tl.load(at + STEP // 2, mask=has_row[None, :], other=0.0)
+        first_half = step * STEP + half
+        second_half = first_half + STEP // 2
+        if ORDERED:
+            first_half = tl.load(from_order + first_half)
+            second_half = tl.load(from_order + second_half)
+        x_low = tl.load(from_x[None, :] + first_half[:, None], mask=has_row[None, :], other=0.0)
+        x_high = tl.load(from_x[None, :] + second_half[:, None], mask=has_row[None, :], other=0.0)
         group = step // PER_GROUP
         scale = tl.load(from_scales + group, mask=has_column, other=0)
         if scale.dtype == tl.uint8:

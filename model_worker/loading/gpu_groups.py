@@ -5,6 +5,7 @@ Does not know files.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,6 +94,15 @@ def groups_of(weight: EncodedWeight) -> Groups | None:
     offsets = None if few.minimums is None else _type_of(few.minimums)
     scales = _type_of(few.scales, may_be_powers=bool(table))
     return Groups(group, scales, zeros, offsets, coding, few.order is not None)
+
+
+def have_one_order(experts: Sequence[Sequence[EncodedWeight]]) -> bool:
+    """Whether the matrices of each expert have their inputs in the same order. All have codes."""
+    for parts in experts:
+        orders = [part.codes(0, min(PANEL, part.shape[0])).order for part in parts if part.codes is not None]
+        if not all(np.array_equal(order, orders[0]) for order in orders):
+            return False
+    return True
 
 
 def _table_of(few: Codes) -> bytes | None:

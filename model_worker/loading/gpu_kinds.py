@@ -19,7 +19,7 @@ from model_worker.cuda.encoded_experts import ExpertStack, stack_of
 from model_worker.cuda.fp8_blocks import BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
 from model_worker.cuda.grouped_linear import GroupedLinear
-from model_worker.loading.gpu_groups import Groups, groups_of
+from model_worker.loading.gpu_groups import Groups, groups_of, have_one_order
 
 # Experts of a layer that are compared.
 _TRIED_EXPERTS = 4
@@ -145,7 +145,7 @@ def kind_of(weight: EncodedWeight, rounds_inputs: bool, dtype: torch.dtype) -> K
     inputs, too. Decoded numbers are of `dtype`."""
     if weight.experts:
         kind = _of_all({kind_of(part, rounds_inputs, dtype) for expert in weight.experts for part in expert})
-        if kind is None or (isinstance(kind, _InGroups) and kind.groups.ordered):
+        if kind is None or (isinstance(kind, _InGroups) and not have_one_order(weight.experts)):
             return None
         if weight.takes_turns and not isinstance(kind, _InGroups):
             return None

@@ -251,13 +251,15 @@ def _encoded_linear(found: Found, name: str) -> Fp8Linear | BlockFp8Linear | Gro
 
 def _stack(found: Found, name: str, dtype: torch.dtype) -> ExpertStack:
     """Return the experts of a projection, whose decoded weight is of `dtype`."""
-    codes, scales, zeros = (found.tensors.get(f"{name}.{part}") for part in ("codes", "scales", "zeros"))
+    codes, scales, zeros, order = (
+        found.tensors.get(f"{name}.{part}") for part in ("codes", "scales", "zeros", "order")
+    )
     if codes is None or scales is None or name not in found.facts.experts:
         raise ValueError(f"{name} has no codes or no scales")
     coding = found.facts.experts[name][1]
     if coding is None:
         return Fp8Experts(codes, scales, dtype)
-    return GroupedExperts(codes, scales, zeros, Coding(*coding), dtype)
+    return GroupedExperts(codes, scales, zeros, Coding(*coding), order, dtype)
 
 
 def _put(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -55,6 +55,7 @@ POINTERS = {
     **dict.fromkeys(("tokens_to", "positions_to", "slots_to", "logit_positions_to"), "*i64"),
     **dict.fromkeys(("tables", "tables_to", "kv_len_to", "query_start_to"), "*i32"),
     "counts": "*i32",
+    "order": "*i32",
     **dict.fromkeys(("pairs", "experts", "firsts", "ends"), "*i64"),
     "epsilon": "fp32",
     "scale": "fp32",
@@ -197,7 +198,13 @@ def four_bits() -> Iterator[Case]:
     yield _in_groups(FLOAT16, few, ZEROS, "fp16")
     for name, rows, kind in zip(INT4_EXPERTS, EXPERT_ROWS, (ZEROS, TABLE, TABLE), strict=True):
         sizes = {"ROWS": rows, "COLUMNS": 64, "STEP": 32 if kind == TABLE else 128, "PER_GROUP": 1, "BITS": 4}
-        codes = {"BIASED": True, "KIND": kind, "MIDDLE": 0, "TABLE": E2M1 if kind == TABLE else 0}
+        codes = {
+            "BIASED": True,
+            "ORDERED": kind == ZEROS,
+            "KIND": kind,
+            "MIDDLE": 0,
+            "TABLE": E2M1 if kind == TABLE else 0,
+        }
         kernel = grouped_experts_kernel.grouped_experts_kernel
         powers = {"scales": "*u8"} if kind == TABLE else None
         yield Case(name, kernel, {**sizes, **codes}, "bf16", {"num_warps": 4, "num_stages": 4}, powers)

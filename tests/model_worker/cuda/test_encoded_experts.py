@@ -51,8 +51,8 @@ EXPERTS = 5
 OUTPUTS, INPUTS = 130, 192
 
 
-def in_four_bits(kind: int) -> ExpertStack:
-    return stack_of([[grouped_layer(OUTPUTS, INPUTS, 64, kind)] for _ in range(EXPERTS)], torch.float32)
+def in_four_bits(kind: int, ordered: bool = False) -> ExpertStack:
+    return stack_of([[grouped_layer(OUTPUTS, INPUTS, 64, kind, ordered)] for _ in range(EXPERTS)], torch.float32)
 
 
 def in_fp8(blocked: bool) -> ExpertStack:
@@ -69,6 +69,7 @@ STACKS = {
     "middle": lambda: in_four_bits(MIDDLE),
     "zeros": lambda: in_four_bits(ZEROS),
     "offsets": lambda: in_four_bits(OFFSETS),
+    "in an order": lambda: in_four_bits(ZEROS, ordered=True),
     "table": lambda: in_four_bits(TABLE),
     "blocks": lambda: in_fp8(True),
     "outputs": lambda: in_fp8(False),
@@ -193,7 +194,9 @@ CHECKPOINTS: dict[str, tuple[Format, dict[str, Any], type[ExpertStack] | None, f
     "awq": (FORMATS["awq"], SIZES, GroupedExperts, 1e-4),
     "gptq": (FORMATS["gptq"], SIZES, GroupedExperts, 1e-4),
     "w4a16": (FORMATS["w4a16"], SIZES, GroupedExperts, 1e-4),
+    # Those of gate and up differ.
     "gptq in order of activations": (FORMATS["gptq in order of activations"], SIZES, None, 1e-4),
+    "gptq in one order": (FORMATS["gptq in one order"], SIZES, GroupedExperts, 1e-4),
     "fp8 of blocks": (BLOCKS_OF_128, IN_BLOCKS, Fp8Experts, 0.08),
     "fp8 of outputs": (CHANNELS, SIZES, Fp8Experts, 0.08),
 }

@@ -197,7 +197,7 @@ def in_mxfp4(linear: nn.Linear) -> GroupedLinear:
 
 @pytest.mark.parametrize(
     ("family", "encode"),
-    [("gpt_oss", in_mxfp4), ("qwen3_moe", in_four_bits), ("mixtral", in_fp8), ("mixtral", in_fp8_blocks)],
+    [("gpt_oss", in_mxfp4), ("qwen3_moe", in_order), ("mixtral", in_fp8), ("mixtral", in_fp8_blocks)],
 )
 def test_encoded_experts_come_back(
     family: str, encode: Callable[[nn.Linear], nn.Module], keeper: Running, tmp_path_factory: pytest.TempPathFactory
