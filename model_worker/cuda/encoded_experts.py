@@ -94,7 +94,8 @@ class Fp8Experts(ExpertStack):
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(*codes.shape, dtype)
+        experts, outputs, inputs = codes.shape
+        super().__init__(experts, outputs, inputs, dtype)
         self.codes = _kept(codes)
         self.scales = _kept(scales)
 
@@ -116,15 +117,15 @@ def stack_of(experts: Sequence[Sequence[Any]], dtype: torch.dtype, takes_turns: 
     if isinstance(experts[0][0], GroupedLinear):
         grouped = [_one_of_groups(parts, takes_turns) for parts in experts]
         scales = torch.stack(_alike([one.scales for one in grouped]))
-        zeros = [one.zeros for one in grouped if one.zeros is not None]
-        orders = [one.order for one in grouped if one.order is not None]
-        codes = torch.stack([one.codes for one in grouped])
+        zeros: list[Tensor] = [one.zeros for one in grouped if one.zeros is not None]
+        orders: list[Tensor] = [one.order for one in grouped if one.order is not None]
+        codes = torch.stack([one.codes.detach() for one in grouped])
         all_zeros, order = (torch.stack(each) if each else None for each in (zeros, orders))
         return GroupedExperts(codes, scales, all_zeros, grouped[0].coding, order, dtype)
     assert not takes_turns
     wholes = [_one_in_fp8(parts) for parts in experts]
-    scales = torch.stack([one.scales if isinstance(one, BlockFp8Linear) else one.scales[0] for one in wholes])
-    return Fp8Experts(torch.stack([one.codes for one in wholes]), scales, dtype)
+    of_experts: list[Tensor] = [one.scales if isinstance(one, BlockFp8Linear) else one.scales[0] for one in wholes]
+    return Fp8Experts(torch.stack([one.codes for one in wholes]), torch.stack(of_experts), dtype)
 
 
 def _one_of_groups(parts: Sequence[GroupedLinear], takes_turns: bool) -> GroupedLinear:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model_worker.cuda.grouped_linear import Packed, step_of
 from model_worker.cuda.grouped_sum import sum_of_steps
-from model_worker.cuda.product_tiles import pieces_of, processors_of, tile_of
+from model_worker.cuda.product_tiles import pieces_of, processors_of, shared_of, stages_of, tile_of
 from model_worker.cuda.program_tiles import tile_of_product
 
 # Tiles of tokens that are computed beside each other, so that they read the same weights from the cache.
@@ -156,6 +156,6 @@ def multiply(x: Tensor, weight: Packed, bias: Tensor | None, arrived: Tensor) ->
         BIASED=bias is not None,
         SPLIT=split,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages_of(tile, step, weight.coding.bits, x.element_size(), shared_of(x.device)),
     )
     return out

@@ -34,6 +34,10 @@ TILES = (
 PROGRAMS = 256
 PIECE_OUTPUTS = 64
 _PIECE_INPUTS = 512
+# Bytes of shared memory of a program where a card does not say it: those of an A100.
+_SHARED = 163 << 10
+# And what a program has there beside its steps.
+_SPARE = 4 << 10
 
 
 def pieces_of(outputs: int, inputs: int, step: int) -> tuple[int, int]:
@@ -57,6 +61,24 @@ def tile_of(count: int, outputs: int, pieces: int, processors: int) -> Tile:
         few = tile.programs(count, outputs) < min(processors, PROGRAMS)
         return tile._replace(is_split=few and pieces > 1)
     return tile._replace(is_split=tile.is_split and pieces > 1)
+
+
+def stages_of(tile: Tile, step: int, bits: int, element: int, shared: int) -> int:
+    """Return how many steps of inputs may be on their way in a program that has so many bytes of shared memory.
+
+    Elements of inputs have so many bytes.
+    """
+    of_step = step * (tile.rows * element + tile.columns * bits // 8)
+    return max(1, min(tile.stages, 1 + (shared - _SPARE) // of_step))
+
+
+@cache
+def shared_of(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may have."""
+    if device.type != "cuda":
+        return _SHARED
+    facts = torch.cuda.get_device_properties(device)
+    return int(getattr(facts, "shared_memory_per_block_optin", _SHARED))
 
 
 @cache

@@ -100,7 +100,8 @@ def have_one_order(experts: Sequence[Sequence[EncodedWeight]]) -> bool:
     """Whether the matrices of each expert have their inputs in the same order. All have codes."""
     for parts in experts:
         orders = [part.codes(0, min(PANEL, part.shape[0])).order for part in parts if part.codes is not None]
-        if not all(np.array_equal(order, orders[0]) for order in orders):
+        found = [order for order in orders if order is not None]
+        if found and (len(found) < len(orders) or not all(np.array_equal(order, found[0]) for order in found)):
             return False
     return True
 

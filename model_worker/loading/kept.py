@@ -109,10 +109,13 @@ class Keeping:
         of_tower = _tower_of(model)
         tower = {name: tensor for name, tensor in tensors.items() if id(tensor) in of_tower}
         unused = {} if vision else {name: (_name(tensor.dtype), list(tensor.shape)) for name, tensor in tower.items()}
-        grouped = {name: one.coding for name, one in model.named_modules() if isinstance(one, GroupedLinear)}
-        stacks = ((name, one) for name, one in model.named_modules() if isinstance(one, ExpertStack))
-        experts = {
-            name: (list(one.shape), one.coding if isinstance(one, GroupedExperts) else None) for name, one in stacks
+        grouped: dict[str, tuple[int, int, bytes]] = {
+            name: one.coding for name, one in model.named_modules() if isinstance(one, GroupedLinear)
+        }
+        experts: dict[str, tuple[list[int], tuple[int, int, bytes] | None]] = {
+            name: (list(one.shape), one.coding if isinstance(one, GroupedExperts) else None)
+            for name, one in model.named_modules()
+            if isinstance(one, ExpertStack)
         }
         self._facts = ModelFacts(_name(model.dtype), text, kinds[0], kinds[1], grouped, experts, unused)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in tower}

@@ -199,6 +199,15 @@ def test_a_card_is_kept_busy() -> None:
             assert not tile.is_split or tile.programs(count, outputs) <= product_tiles.PROGRAMS
 
 
+def test_large_tiles_fit_cards_with_little_shared_memory() -> None:
+    """An H100, an A100, cards for one desk (99 KiB), and AMD's (64 KiB)."""
+    shared = (227 << 10, 163 << 10, 99 << 10, 64 << 10)
+    large = product_tiles.TILES[-1]
+    for bits, stages in ((4, [3, 3, 3, 2]), (8, [3, 3, 2, 2])):
+        assert [product_tiles.stages_of(large, 128, bits, 2, size) for size in shared] == stages
+    assert all(product_tiles.stages_of(tile, 128, 8, 2, 99 << 10) == 4 for tile in product_tiles.TILES[:2])
+
+
 def test_tokens_of_smaller_tiles_are_those_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = grouped_layer(OUTPUTS, 1024, 64, ZEROS)
     x = torch.randn(70, 1024)
