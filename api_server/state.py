@@ -42,6 +42,7 @@ from shared.fetch_hosts import FetchHosts
 from shared.pixel_adapters import digests
 from shared.process_table import ProcessState
 from shared.recogniser_files import RecogniserFiles
+from shared.setting_forms import running_rows
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -232,6 +233,17 @@ class ServerState:
         """Longest text in tokens of a model that pools; None if that is not known yet."""
         known = (None if self.pooled_model is None else self.pooled_model.files.max_tokens, self.max_model_len)
         return min((limit for limit in known if limit is not None), default=None)
+
+    @property
+    def most_requests(self) -> int:
+        """The most requests that may run and wait: what workers have rows for, and those that may wait. A batch of
+        texts takes as many requests as fit, so a model that pools has those that wait alone."""
+        settings, status = self.settings, self.engine.status
+        rows = 0 if status is None else status.max_running
+        if not rows and self.pooled_model is None:
+            # No worker has said yet what it has memory for.
+            rows = running_rows(settings.max_running, settings.devices)
+        return rows + settings.max_queued
 
     @property
     def processes(self) -> dict[str, ProcessState]:

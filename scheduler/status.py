@@ -31,7 +31,7 @@ def status_of(
         incarnation=incarnation,
         ready=not reason,
         reason=reason,
-        workers=[_worker_status(worker) for worker in everyone],
+        workers=[_worker_status(worker, limits) for worker in everyone],
         waiting=len(requests.waiting) + oneshot.waiting,
         running=requests.running + oneshot.running,
         max_model_len=placement.max_model_len(workers, limits.max_model_len),
@@ -62,7 +62,7 @@ def _why_not_ready(requests: OpenRequests, adapters: AdapterRegistry, weights: W
     return weights.standstill
 
 
-def _worker_status(worker: Worker) -> WorkerStatus:
+def _worker_status(worker: Worker, limits: Limits) -> WorkerStatus:
     hello = worker.hello
     waits = [wait[0] for wait in (worker.in_flight.waited(), worker.batches.waited()) if wait is not None]
     spill = worker.spill
@@ -91,4 +91,7 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         spill_used=spill.used,
         spilled_blocks=spill.saved,
         loaded_tokens=spill.loaded * worker.block_size,
+        max_rows=len(worker.rows.sequences),
+        step_tokens=limits.step_tokens(hello),
+        text_tokens=limits.text_batch_tokens(hello.device) if worker.pools else 0,
     )

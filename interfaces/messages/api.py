@@ -225,7 +225,8 @@ class WorkerStatus:
     `encode_ms`, and `image_hits`. `backend` describes in words what runs the model. `steps` counts batches of texts,
     too. Sequences of `placed_tokens` tokens were placed on it; `saved_tokens` of these were in its prefix cache.
     Of `spill_slots` places beside its cache `spill_used` hold blocks; `spilled_blocks` were saved there, and
-    `loaded_tokens` came back.
+    `loaded_tokens` came back. Its steps have at most `max_rows` sequences and `step_tokens` tokens, as it has sized its
+    memory and the operator allows; a batch of texts at most `text_tokens` tokens, 0 where it takes none.
     """
 
     device: str
@@ -252,6 +253,9 @@ class WorkerStatus:
     spill_used: int = 0
     spilled_blocks: int = 0
     loaded_tokens: int = 0
+    max_rows: int = 0
+    step_tokens: int = 0
+    text_tokens: int = 0
 
 
 @message(6)

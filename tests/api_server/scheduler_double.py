@@ -174,7 +174,7 @@ class SchedulerDouble:
         context.term()
 
     def _status(self) -> Status:
-        worker = WorkerStatus("cpu", 0, 1, len(self.running), 100, 0, 0, self.steps, 0.0)
+        worker = WorkerStatus("cpu", 0, 1, len(self.running), 100, 0, 0, self.steps, 0.0, max_rows=16, step_tokens=512)
         return Status(
             incarnation=self.incarnation,
             ready=self.ready,

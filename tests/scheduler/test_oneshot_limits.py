@@ -9,7 +9,27 @@ import pytest
 
 from scheduler.limits import CPU_TEXT_TOKENS, GPU_TEXT_TOKENS
 from scheduler.oneshot_batches import MAX_VALUES
+from shared.setting_forms import STEP_TOKENS
+from tests.scheduler.simulated_worker import SimulatedWorker
+from tests.scheduler.test_core import LIMITS as YARD_LIMITS
+from tests.scheduler.test_core import Yard
 from tests.scheduler.text_yard import LIMITS, REPLICA, TextYard, hello, tokens_in
+
+
+def test_the_status_has_what_each_worker_takes_at_once() -> None:
+    """Of workers that generate what they have sized their memory for, within the operator's limits."""
+    yard = Yard(replace(YARD_LIMITS, max_batch_tokens=None, max_running=None), workers=0)
+    for index, (rows, tokens, device) in enumerate(((5, 700, "cuda:0"), (3, 0, "cpu"))):
+        one = SimulatedWorker(index, 0, **{**yard.shape, "max_rows": rows}).hello
+        assert yard.scheduler.worker_hello(replace(one, step_tokens=tokens, device=device))
+    status = yard.scheduler.status()
+    found = [(worker.max_rows, worker.step_tokens, worker.text_tokens) for worker in status.workers]
+    assert found == [(5, 700, 0), (3, STEP_TOKENS, 0)]
+    assert status.max_running == 8
+    yard.scheduler.limits = replace(yard.scheduler.limits, max_batch_tokens=600)
+    assert [worker.step_tokens for worker in yard.scheduler.status().workers] == [600, STEP_TOKENS]
+    (worker,) = TextYard().scheduler.status().workers
+    assert (worker.max_rows, worker.text_tokens) == (0, CPU_TEXT_TOKENS)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

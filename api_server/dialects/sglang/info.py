@@ -42,6 +42,7 @@ class ServerInfo(BaseModel):
     served_model_name: str
     max_total_num_tokens: int
     max_req_input_len: int
+    max_running_requests: int
     page_size: int
     version: str
     internal_states: list[dict[str, Any]]
@@ -86,6 +87,7 @@ async def server_info(call: Call) -> Response:
         "served_model_name": call.server.model_name,
         "max_total_num_tokens": sum(w.blocks_total for w in status.workers) * status.block_size,
         "max_req_input_len": call.server.max_model_len - 1,
+        "max_running_requests": status.max_running,
         "page_size": status.block_size,
         "version": release(),
         "internal_states": _internal_states(status),
@@ -109,6 +111,8 @@ def _internal_states(status: Status) -> list[dict[str, Any]]:
             "device": worker.device,
             "backend": worker.backend,
             "running": worker.running,
+            "effective_max_running_requests_per_dp": worker.max_rows,
+            "step_tokens": worker.step_tokens,
             "memory_usage": {"token_capacity": worker.blocks_total * status.block_size},
             "token_usage": worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0,
             "steps": worker.steps,

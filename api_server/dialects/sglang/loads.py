@@ -74,7 +74,6 @@ def loads_of(status: Status) -> Loads:
 
 def _loads(status: Status) -> list[Load]:
     count = len(status.workers)
-    places = max(1, status.max_running // count)
     share, rest = divmod(status.waiting, count)
     return [
         Load(
@@ -84,8 +83,8 @@ def _loads(status: Status) -> list[Load]:
             num_used_tokens=worker.blocks_used * status.block_size,
             max_total_num_tokens=worker.blocks_total * status.block_size,
             token_usage=worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0,
-            max_running_requests=places,
-            utilization=worker.running / places,
+            max_running_requests=worker.max_rows,
+            utilization=worker.running / max(1, worker.max_rows),
         )
         for i, worker in enumerate(status.workers)
     ]

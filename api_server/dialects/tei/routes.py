@@ -26,7 +26,6 @@ from api_server.text.text_batches import TextBatch
 from api_server.text.tokenizer import THREADS
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import PoolingTask
-from shared.setting_forms import running_rows
 
 TAG = "tei"
 
@@ -121,9 +120,9 @@ async def info(call: Call) -> Response:
         model_sha=None,
         model_dtype=settings.dtype,
         model_type={_KINDS.get(model.task, "embedding"): _facts_of(model)},
-        max_concurrent_requests=running_rows(settings.max_running, settings.devices) + settings.max_queued,
+        max_concurrent_requests=server.most_requests,
         max_input_length=server.longest_text or server.max_model_len,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=max((worker.text_tokens for worker in status.workers), default=0) or settings.max_batch_tokens,
         max_batch_requests=None,
         max_client_batch_size=MOST_TEXTS,
         auto_truncate=False,

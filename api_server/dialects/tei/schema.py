@@ -108,7 +108,7 @@ class Info(BaseModel):
     model_type: dict[str, Any]
     max_concurrent_requests: int
     max_input_length: int
-    max_batch_tokens: int | None = Field(description="Null where the device decides")
+    max_batch_tokens: int | None = Field(description="As the workers have it; null before one has said it")
     max_batch_requests: int | None
     max_client_batch_size: int
     auto_truncate: bool

@@ -29,7 +29,6 @@ from api_server.text.tokenizer import THREADS, TokenSpan
 from api_server.web.endpoint import Call, Document
 from api_server.web.sse import EventStream
 from interfaces import RequestID, TextGenerationRequest
-from shared.setting_forms import running_rows
 
 TAG = "tgi"
 
@@ -129,7 +128,7 @@ async def info(call: Call) -> Response:
         model_id=settings.model or call.server.model_name,
         model_sha=None,
         model_pipeline_tag="text-generation",
-        max_concurrent_requests=running_rows(settings.max_running, settings.devices) + settings.max_queued,
+        max_concurrent_requests=call.server.most_requests,
         max_best_of=settings.max_best_of,
         max_stop_sequences=MAX_STOP_SEQUENCES,
         max_input_tokens=total - 1,

@@ -472,7 +472,9 @@ def test_info_pages(live: LiveServer) -> None:
     assert (server["page_size"], server["max_total_num_tokens"], server["max_req_input_len"]) == (16, 1600, 255)
     assert server["model_path"] == model["model_path"] == live.state.settings.model
     assert server["max_queued"] == live.state.settings.max_queued
-    assert len(server["internal_states"]) == 1
+    assert server["max_running_requests"] == 16
+    (state,) = server["internal_states"]
+    assert (state["effective_max_running_requests_per_dp"], state["step_tokens"]) == (16, 512)
 
 
 def test_secrets_are_not_shown() -> None:

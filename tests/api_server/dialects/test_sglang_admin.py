@@ -201,13 +201,14 @@ def test_loads(live: LiveServer) -> None:
     assert found.dp_rank_count == len(found.loads) == 1
     assert found.loads[0].max_total_num_tokens == 1600
     workers = [
-        WorkerStatus("cpu", 0, 1, 2, 100, blocks_used=30, blocks_cached=5, steps=40, seconds_since_step=1),
-        WorkerStatus("cpu", 1, 3, 3, 100, blocks_used=20, blocks_cached=0, steps=2, seconds_since_step=2),
+        WorkerStatus("cpu", 0, 1, 2, 100, blocks_used=30, blocks_cached=5, steps=40, seconds_since_step=1, max_rows=4),
+        WorkerStatus("cpu", 1, 3, 3, 100, blocks_used=20, blocks_cached=0, steps=2, seconds_since_step=2, max_rows=12),
     ]
     loads = loads_of(Status(9, True, "", workers, 7, 5, 4096, 16, 16, 32000, {}))
     assert [load.num_waiting_reqs for load in loads.loads] == [4, 3]
     assert [load.num_used_tokens for load in loads.loads] == [480, 320]
-    assert [load.utilization for load in loads.loads] == [2 / 8, 3 / 8]
+    assert [load.utilization for load in loads.loads] == [2 / 4, 3 / 12]
+    assert [load.max_running_requests for load in loads.loads] == [4, 12]
     aggregate = loads.aggregate
     assert (aggregate.total_running_reqs, aggregate.total_waiting_reqs, aggregate.total_reqs) == (5, 7, 12)
     assert aggregate.avg_token_usage == pytest.approx(0.25)

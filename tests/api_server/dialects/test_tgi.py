@@ -424,6 +424,7 @@ def test_info_says_what_is_true(live: LiveServer) -> None:
     info = httpx.get(live.url + "/info").json()
     assert (info["max_input_tokens"], info["max_total_tokens"]) == (255, 256)
     assert (info["max_best_of"], info["max_stop_sequences"]) == (2, 4)
+    assert info["max_concurrent_requests"] == 16 + live.state.settings.max_queued
     assert info["model_pipeline_tag"] == "text-generation"
     assert InferenceClient(provider="hf-inference").get_endpoint_info(model=live.url) == info
 

@@ -99,7 +99,11 @@ class PoolingDouble(SchedulerDouble):
     labels: list[str] = field(default_factory=list)
 
     def _status(self) -> Status:
-        return replace(super()._status(), labels=self.labels, vector_width=0 if self.labels else WIDTH)
+        status = super()._status()
+        # It has no rows.
+        workers = [replace(worker, max_rows=0, text_tokens=4096) for worker in status.workers]
+        width = 0 if self.labels else WIDTH
+        return replace(status, labels=self.labels, vector_width=width, workers=workers, max_running=0)
 
     @property
     def contexts(self) -> list[PoolingContext]:

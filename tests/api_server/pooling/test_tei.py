@@ -158,6 +158,8 @@ def test_info(
     facts = httpx.get(embedding.url + "/info").json()
     assert (facts["max_input_length"], facts["max_client_batch_size"]) == (LIMIT, 2048)
     assert set(facts["model_type"]) == {"embedding"}
+    assert facts["max_batch_tokens"] == 4096
+    assert facts["max_concurrent_requests"] == embedding.live.state.settings.max_queued
 
 
 def test_info_of_a_classifier(classifying: PoolingServer) -> None:
