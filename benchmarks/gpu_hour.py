@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_costs, gpu_host, gpu_products, gpu_sanitized, gpu_server
+from benchmarks import gpu, gpu_checks, gpu_costs, gpu_host, gpu_products, gpu_repeats, gpu_sanitized, gpu_server
 from interfaces import StepResult
 from model_worker.attention import cuda, triton
 from model_worker.cuda.memory import CudaMemory
@@ -139,10 +139,24 @@ def architectures(hour: Hour) -> Figures:
 
 
 def sanitizer(hour: Hour) -> Figures:
-    """What compute-sanitizer finds in three tiny kernel cases: accesses beyond memory, and races."""
+    """What compute-sanitizer finds in tiny cases of four kernels: accesses beyond memory, and races."""
     if (reason := triton.missing()) is not None:
         return {"skipped": reason}
     return gpu_sanitized.watched(hour.device)
+
+
+def repeated(hour: Hour) -> Figures:
+    """The same launches many times in one process, bit by bit: products in pieces, adapters and the draw."""
+    if (reason := triton.missing()) is not None:
+        return {"skipped": reason}
+    dtype = torch.float32 if hour.pretend else torch.bfloat16
+    tokens = (1,) if hour.pretend else (1, 17, 64)
+    repeats = hour.size(gpu_repeats.REPEATS, 2)
+    with torch.inference_mode():
+        sizes = hour.size(4096, 1024), hour.size(151_936, 300)
+        cases = gpu_repeats.launches(hour.device, dtype, *sizes, tokens)
+        wrong = gpu_repeats.unequal(cases, repeats)
+    return {"launches of each": repeats, "cases": len(cases), "wrong": wrong}
 
 
 def products(hour: Hour) -> Figures:
@@ -314,6 +328,7 @@ PARTS: tuple[Callable[[Hour], Figures], ...] = (
     machine,
     attention,
     sanitizer,
+    repeated,
     products,
     drawing,
     logits,

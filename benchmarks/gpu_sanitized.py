@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import gpu_repeats
 from benchmarks.gpu_products import four_bits
 from model_worker.adapters import slots
 from model_worker.cuda import grouped_trial
 
 PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck")
+DRAWN_WIDTH = 2000
 _MOST_SECONDS = 300
 # What the program ends with when it has found something.
 _FOUND = 9
@@ -43,10 +45,18 @@ def _adapters(device: torch.device) -> str:
     return slots.unsupported(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
+def _draw(device: torch.device) -> str:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    ours, torchs = (gpu_repeats.draw(device, dtype, DRAWN_WIDTH, by_kernels)().cpu() for by_kernels in (True, False))
+    tokens = slice(0, 2 * gpu_repeats.ROWS)
+    return "" if torch.equal(ours[tokens], torchs[tokens]) else "the kernels draw other tokens"
+
+
 CASES: dict[str, Callable[[torch.device], str]] = {
     "attention": _attention,
     "four-bits": _four_bits,
     "adapters": _adapters,
+    "draw": _draw,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -205,6 +205,21 @@ def _shift(module: nn.Module, linear: AdaptedLinear) -> Tensor | None:
 @lru_cache
 def unsupported(device: torch.device, dtype: torch.dtype) -> str:
     """Say why a device does not change rows as it should; empty if it does."""
+    for launch, want in trials(device, dtype):
+        try:
+            y = launch()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a Triton, a compiler or a card without it
+            return str(error).partition("\n")[0] or type(error).__name__
+        found = float((y.float() - want).abs().max() / want.abs().max())
+        if not found <= _TOLERANCE:
+            return f"rows are wrong by {found:.2g}"
+    return ""
+
+
+def trials(device: torch.device, dtype: torch.dtype) -> list[tuple[Callable[[], Tensor], Tensor]]:
+    """Return launches of the kernels, and what each should give: a step of decode rows, and one of prompts."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -215,14 +230,14 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str:
         gain, shift = (drawn(_TRIAL_OUTPUTS, dtype=torch.float32) if rank == _TRIAL_RANKS[0] else None for _ in "ab")
         factors.append(_Factors(drawn(rank, _TRIAL_WIDTH), drawn(rank, _TRIAL_OUTPUTS).T, 0.5, gain, shift))
     base = drawn(_UNIT)
-    table = torch.tensor([one.numbers(base) for one in factors], device=device)
-    # A step of decode rows, and one of prompts.
     columns = [1, -1, 0, 1], [0] * 126 + [-1, 1, 0, 1]
-    return next(filter(None, (_trial(factors, base, table, column, drawn) for column in columns)), "")
+    return [_trial(factors, base, column, drawn) for column in columns]
 
 
-def _trial(factors: list[_Factors], base: Tensor, table: Tensor, column: list[int], drawn: Any) -> str:
-    """Compare rows of these slots with torch's."""
+def _trial(
+    factors: list[_Factors], base: Tensor, column: list[int], drawn: Callable[..., Tensor]
+) -> tuple[Callable[[], Tensor], Tensor]:
+    """Return the launch for rows of these slots, and what torch makes of them."""
     x, y = drawn(len(column), _TRIAL_WIDTH), drawn(len(column), _TRIAL_OUTPUTS)
     want = y.float().clone()
     for slot, one in enumerate(factors):
@@ -230,16 +245,19 @@ def _trial(factors: list[_Factors], base: Tensor, table: Tensor, column: list[in
         changed = want[rows] + one.scale * (x[rows].float() @ one.a.float().T @ one.b.float().T)
         gain = 1.0 if one.gain is None else one.gain
         want[rows] = gain * changed + (0.0 if one.shift is None else one.shift)
-    try:
+    slots = torch.tensor(column, dtype=torch.int32, device=x.device)
+
+    table = torch.tensor([one.numbers(base) for one in factors], device=x.device)
+
+    def launch(_placed: list[_Factors] = factors) -> Tensor:
+        """The factors stay where the table says as long as this does."""
         from model_worker.cuda.adapter_kernel import add_low_rank
 
-        add_low_rank(y, x, base, table, torch.tensor(column, dtype=torch.int32, device=x.device), 2 * _RANKS)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a Triton, a compiler or a card without it
-        return str(error).partition("\n")[0] or type(error).__name__
-    found = float((y.float() - want).abs().max() / want.abs().max())
-    return "" if found <= _TOLERANCE else f"rows are wrong by {found:.2g}"
+        changed = y.clone()
+        add_low_rank(changed, x, base, table, slots, 2 * _RANKS)
+        return changed
+
+    return launch, want
 
 
 def _bits(scale: float) -> int:

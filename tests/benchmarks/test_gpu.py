@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_host, gpu_hour, gpu_sanitized
+from benchmarks import gpu, gpu_host, gpu_hour, gpu_repeats, gpu_sanitized
+from model_worker.sampling.draw_triton import TritonDraw
 from tests.model_worker.cuda.interpreter import FOLDER, find_triton, need_triton
 
 
@@ -50,6 +52,8 @@ def test_the_whole_hour_can_be_pretended(tmp_path: Path) -> None:
         assert results["attention"]["cases"] == 4
         assert results["attention"]["wrong"] == []
         assert results["drawing"]["draws torch's tokens"]
+        assert results["repeated"]["wrong"] == []
+        assert (results["repeated"]["launches of each"], results["repeated"]["cases"]) == (2, 4)
         assert results["products"]["wrong"] == []
         assert results["products"]["kinds that are right"] == 9
         assert results["products"]["experts in four bits, 1 tokens, us"] > 0
@@ -84,6 +88,23 @@ def test_what_a_sanitizer_finds_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     found = json.loads((out / "gpu.json").read_text())["sanitizer"]
     assert found["adapters, memcheck"] == found["adapters, racecheck"] == found["four-bits, memcheck"] == "clean"
     assert found["wrong"] == ["four-bits, racecheck: ended with 9: ERROR SUMMARY: 2 hazards"]
+
+
+def test_a_launch_that_differs_once_is_noticed() -> None:
+    calls = count()
+    cases = {"right": lambda: torch.ones(4), "racy": lambda: torch.tensor([2, int(next(calls) == 150)])}
+    repeats = gpu_repeats.REPEATS
+    assert gpu_repeats.unequal(cases, repeats) == [f"racy: 1 of {repeats} results differ"]
+
+
+def test_a_draw_for_the_sanitizer_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_triton()
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(gpu_sanitized, "DRAWN_WIDTH", 96)
+    assert gpu_sanitized.CASES["draw"](cpu) == ""
+    draw = TritonDraw.draw
+    monkeypatch.setattr(TritonDraw, "draw", lambda self, logits, step: draw(self, -logits, step))
+    assert gpu_sanitized.CASES["draw"](cpu) == "the kernels draw other tokens"
 
 
 def test_without_a_sanitizer_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
