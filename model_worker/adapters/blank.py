@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from model_worker.adapters.fitting import AdaptedLinear, Adapter
+from model_worker.adapters.fitting import AdaptedLinear, Adapter, is_of_expert, linear_shape
 
 
 def blank_adapter(model: nn.Module, rank: int, device: torch.device, dtype: torch.dtype) -> Adapter:
@@ -21,13 +18,8 @@ def blank_adapter(model: nn.Module, rank: int, device: torch.device, dtype: torc
         return zeros[width]
 
     linears: dict[nn.Module, AdaptedLinear] = {}
-    for module in model.modules():
-        known: Any = module
-        if isinstance(module, Conv1D):
-            inputs, outputs = known.nx, known.nf
-        elif hasattr(module, "in_features") and hasattr(module, "out_features"):
-            inputs, outputs = known.in_features, known.out_features
-        else:
-            continue
-        linears[module] = AdaptedLinear(of_width(int(inputs)), of_width(int(outputs)).T, 1.0, None, None)
+    for path, module in model.named_modules():
+        shape = linear_shape(module)
+        if shape is not None and not is_of_expert(path):
+            linears[module] = AdaptedLinear(of_width(shape[0]), of_width(shape[1]).T, 1.0, None, None)
     return Adapter("blank", rank, linears, None)

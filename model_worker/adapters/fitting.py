@@ -27,6 +27,9 @@ from model_worker.adapters.token_rows import head_is_tied, token_changes
 MOST_RANK = 512
 # Largest relative error of a weight that was rounded to eight bits.
 _ROUNDING = 0.015
+# What modules have that give more than a row of outputs for each of inputs: routers also choose experts, and some
+# multiply groups of inputs.
+_NOT_PLAIN = ("top_k", "n_groups")
 # Rows of a weight whose norm is computed at a time, so that little memory is taken.
 _ROWS_AT_A_TIME = 1024
 
@@ -153,9 +156,14 @@ def _find(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     found = _named(path, modules)
     if found is None or not path:
         raise AdapterRefused(f"the model has no module {path}, which the adapter adapts: it belongs to another model")
-    if ".experts." in f".{path}":
+    if is_of_expert(path):
         raise AdapterRefused(f"{path} is an expert, whose rows are chosen anew in each pass: {MERGE}")
     return found
+
+
+def is_of_expert(path: str) -> bool:
+    """Whether a path is that of a module of one expert, which is given some of the rows."""
+    return ".experts." in f".{path}"
 
 
 def _named(path: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -290,14 +298,25 @@ def _checked(path: str, part: str, tensor: Tensor, shape: tuple[int, ...]) -> Te
     return exact
 
 
-def _shape_of(path: str, module: nn.Module) -> tuple[int, int]:
-    """Return the inputs and outputs of a linear module."""
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Return the inputs and outputs of a linear module that gives one tensor, with a row for each of its inputs."""
+    known: Any = module
     if isinstance(module, Conv1D):
-        return int(module.nx), int(module.nf)
-    linear: Any = module
-    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
-        raise AdapterRefused(f"{path} is a {type(module).__name__}, and only linear modules can be adapted: {MERGE}")
-    return int(linear.in_features), int(linear.out_features)
+        return int(known.nx), int(known.nf)
+    is_linear = hasattr(module, "in_features") and hasattr(module, "out_features")
+    if not is_linear or any(hasattr(module, name) for name in _NOT_PLAIN):
+        return None
+    return int(known.in_features), int(known.out_features)
+
+
+def _shape_of(path: str, module: nn.Module) -> tuple[int, int]:
+    shape = linear_shape(module)
+    if shape is None:
+        raise AdapterRefused(
+            f"{path} is a {type(module).__name__}, and only linear modules that give their product and nothing else "
+            f"can be adapted: {MERGE}"
+        )
+    return shape
 
 
 def _weight(module: nn.Module) -> Tensor:
