@@ -133,8 +133,8 @@ class AdapterLoads:
                     self._orders.put(done.order)
             elif self._wanted.get(done.order.handle) is done.order:
                 answers.append(self._answer(done))
-            elif done.facts is not None and done.order.handle not in self._wanted:
-                # Otherwise a later order for the same handle replaces it.
+            elif done.order.handle not in self._wanted:
+                # What failed may have left something. A later order for the same handle replaces it.
                 self._backend.drop_adapter(done.order.handle)
         return answers
 

@@ -68,36 +68,25 @@ class AdapterHooks:
         return found
 
     def add(self, handle: int, adapter: Adapter) -> int:
-        """Keep an adapter. Returns its bytes. May run beside a pass that does not use it."""
+        """Keep an adapter, in place of what the handle had. Returns its bytes. May run beside a pass that does not use
+        it. An error, such as torch.OutOfMemoryError, leaves nothing of it."""
         placed = adapter.placed(self._device, self._dtype)
         if self.slots is not None:
             placed = self.slots.laid_out(placed)
-        linears, experts, embedding = placed.linears, placed.experts, placed.embedding
         with self._lock:
-            for module, linear in linears.items():
-                self._linears.setdefault(module, {})[handle] = linear
-                self._hook(module, self._change_linear)
-            for module, layer in experts.items():
-                self._experts.setdefault(module, {})[handle] = layer
-                if module not in self._hooks:
-                    self._hooks[module] = module.register_forward_hook(self._change_experts, with_kwargs=True)
-            if embedding is not None:
-                self._embeddings[handle] = embedding
-                self._hook(self._embedding, self._change_embedding)
-            if self.slots is not None:
-                self.slots.add(handle, placed)
-        size = sum(linear.nbytes for linear in linears.values()) + sum(layer.nbytes for layer in experts.values())
-        return size if embedding is None else size + embedding.nbytes
+            self._drop(handle)
+            try:
+                self._keep(handle, placed)
+            except BaseException:
+                self._drop(handle)
+                raise
+        parts = *placed.linears.values(), *placed.experts.values()
+        return sum(part.nbytes for part in parts) + (0 if placed.embedding is None else placed.embedding.nbytes)
 
     def drop(self, handle: int) -> None:
         """Forget an adapter."""
         with self._lock:
-            if self.slots is not None:
-                self.slots.drop(handle)
-            self._drop_from(self._linears, handle)
-            self._drop_from(self._experts, handle)
-            if self._embeddings.pop(handle, None) is not None and not self._embeddings:
-                self._hooks.pop(self._embedding).remove()
+            self._drop(handle)
 
     @contextmanager
     def rows(self, batch: ForwardBatch) -> Iterator[None]:
@@ -152,6 +141,29 @@ class AdapterHooks:
             yield
         finally:
             self._local.rows = []
+
+    def _keep(self, handle: int, placed: Adapter) -> None:
+        for module, linear in placed.linears.items():
+            self._linears.setdefault(module, {})[handle] = linear
+            self._hook(module, self._change_linear)
+        for module, layer in placed.experts.items():
+            self._experts.setdefault(module, {})[handle] = layer
+            if module not in self._hooks:
+                self._hooks[module] = module.register_forward_hook(self._change_experts, with_kwargs=True)
+        if placed.embedding is not None:
+            self._embeddings[handle] = placed.embedding
+            self._hook(self._embedding, self._change_embedding)
+        # Last: steps are recorded anew then, with these hooks.
+        if self.slots is not None:
+            self.slots.add(handle, placed)
+
+    def _drop(self, handle: int) -> None:
+        if self.slots is not None:
+            self.slots.drop(handle)
+        self._drop_from(self._linears, handle)
+        self._drop_from(self._experts, handle)
+        if self._embeddings.pop(handle, None) is not None and not self._embeddings:
+            self._hooks.pop(self._embedding).remove()
 
     def _hook(self, module: nn.Module, change: Callable[[nn.Module, Any, Tensor], Tensor | None]) -> None:
         if module not in self._hooks:

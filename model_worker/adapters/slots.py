@@ -78,10 +78,13 @@ class AdapterSlots:
         self._embedding = embedding
         self._base = torch.zeros(_UNIT, dtype=dtype, device=device)
         self._tables: dict[nn.Module, _Table] = {}
+        # Of zeros, for modules to come. They are not freed: a step that is under way may still read one.
+        self._spare: list[Tensor] = []
         self._slots: dict[int, int] = {}
         self._works: bool | None = None
         self._held: dict[int, Mapping[nn.Module, _Factors]] = {}
-        # Changes with the modules that have a table, and their most ranks: what was recorded before knows fewer.
+        # Changes with the modules that have a table, and their most ranks: what was recorded before knows others. It
+        # does so once they have their tables and hooks, so that what is recorded meanwhile counts no more.
         self.generation = 0
 
     def laid_out(self, adapter: Adapter) -> Adapter:
@@ -91,7 +94,8 @@ class AdapterSlots:
         return replace(adapter, linears=linears, embedding=embedding)
 
     def add(self, handle: int, placed: Adapter) -> None:
-        """Give an adapter a slot, if it has the form and there is one. Its tensors are on the device.
+        """Give an adapter a slot, if it has the form and there is one. Its tensors are on the device, its modules have
+        their hooks, and the handle has no slot.
 
         torch.OutOfMemoryError changes nothing.
         """
@@ -108,14 +112,12 @@ class AdapterSlots:
             log.warning(said, adapter.digest, reason)
             return
         rows = {module: torch.tensor(one.numbers(self._base), device=self._device) for module, one in factors.items()}
-        new = {
-            module: _Table(torch.zeros(SLOTS, _FIELDS, dtype=torch.int64, device=self._device))
-            for module in factors
-            if module not in self._tables
-        }
-        self._tables |= new
+        without = [module for module in factors if module not in self._tables]
+        while len(self._spare) < len(without):
+            self._spare.append(torch.zeros(SLOTS, _FIELDS, dtype=torch.int64, device=self._device))
+        self._tables |= {module: _Table(self._spare.pop()) for module in without}
         grown = [self._tables[module].widen(one.rank) for module, one in factors.items()]
-        self.generation += bool(new) or any(grown)
+        self.generation += bool(without) or any(grown)
         slot = min(free)
         for module, row in rows.items():
             self._tables[module].numbers[slot].copy_(row)
@@ -125,9 +127,15 @@ class AdapterSlots:
     def drop(self, handle: int) -> None:
         """Forget an adapter. No pass that uses it is in flight."""
         slot = self._slots.pop(handle, None)
-        if slot is not None:
-            for module in self._held.pop(handle):
-                self._tables[module].numbers[slot].zero_()
+        if slot is None:
+            return
+        left = self._held.pop(handle)
+        for module in left:
+            self._tables[module].numbers[slot].zero_()
+        # Later steps do not pay for modules that no adapter has.
+        unused = set(left).difference(*self._held.values())
+        self._spare += [self._tables.pop(module).numbers for module in unused]
+        self.generation += bool(unused)
 
     def has_all(self, handles: NDArray[np.integer[Any]]) -> bool:
         """Whether all of these have slots; 0 is the base model, which needs none."""
@@ -143,6 +151,7 @@ class AdapterSlots:
 
         table = self._tables.get(module)
         if table is not None:
+            _check_rows(module, x, column)
             add_low_rank(y, x.to(self._dtype), self._base, table.numbers, column, table.widest)
 
     def add_to_vectors(self, module: nn.Module, tokens: Tensor, y: Tensor, column: Tensor) -> None:
@@ -151,6 +160,7 @@ class AdapterSlots:
 
         table = self._tables.get(module)
         if table is not None:
+            _check_rows(module, tokens, column)
             add_vectors(y, tokens, self._base, table.numbers, column, table.widest)
 
     def _factors(self, adapter: Adapter) -> dict[nn.Module, _Factors]:
@@ -181,6 +191,15 @@ class AdapterSlots:
         if any(not one.a.dtype == one.b.dtype == self._dtype for one in factors.values()):
             return f"its factors are not in {self._dtype}"
         return ""
+
+
+def _check_rows(module: nn.Module, given: Tensor, column: Tensor) -> None:
+    """Kernels read the slot of each row, wherever the column ends."""
+    if len(given) != len(column):
+        raise ValueError(
+            f"a {type(module).__name__} with an adapter is given {len(given)} rows, and the step has {len(column)}: "
+            "such modules cannot be adapted"
+        )
 
 
 def _laid_out(linear: T) -> T:

@@ -179,12 +179,7 @@ class ModulesBackend(Backend):
             return None
         if not slots.has_all(batch.adapters) or not self._adapted.fits(batch):
             return None
-        try:
-            self._adapted.record(batch, slots.generation)
-        except RuntimeError as error:  # torch.OutOfMemoryError, too
-            self._adapted = None
-            said = "%s computes steps with adapters without graphs, which is slow: %s"
-            log.warning(said, self._loaded.architecture, str(error).partition("\n")[0])
+        if not self._adapted.record(batch, slots.generation):
             return None
         with advancing(self._cache.states, batch):
             return self._adapted.run(batch, slots.column(batch.adapters))

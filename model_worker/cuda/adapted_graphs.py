@@ -1,12 +1,13 @@
 """Recorded steps of rows with adapters: the same buffers as those without, and a column of slots beside them.
 
 Each size is recorded when it is first wanted, and again once adapters change other modules than before. All write their
-logits to one place, that of steps with prompts if these are recorded, too. So steps with adapters keep no memory but
-the temporaries that the others have taken. Knows batches and slots; it does not know adapters.
+logits to one place: that of steps with prompts if these are recorded, too, and else one of their own. Temporaries lie
+where those of the others do. Knows batches and slots; it does not know adapters.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import DecodeGraphs, Recorder
 from model_worker.cuda.mixed_graphs import MixedGraphs
 from model_worker.device_copy import upload_together
+
+log = logging.getLogger(__name__)
 
 # Logits of a batch whose tokens have these slots, i32[T].
 AdaptedForward = Callable[[ForwardBatch, Tensor], Tensor]
@@ -41,26 +44,43 @@ class AdaptedGraphs:
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=self._device)
         self._logits = None if mixed is None else mixed.logits
         self._graphs: dict[tuple[bool, int], Callable[[], Tensor]] = {}
+        # Sizes that could not be recorded.
+        self._failed: set[tuple[bool, int]] = set()
         self._generation = 0
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether `run` can do the batch."""
         return self._decode.holds(batch) or (self._mixed is not None and self._mixed.holds(batch))
 
-    def record(self, batch: ForwardBatch, generation: int) -> None:
-        """Record the size of a batch, if it is not. Recording runs a step, which is all padding."""
+    def record(self, batch: ForwardBatch, generation: int) -> bool:
+        """Record the size of a batch, if it is not. Returns whether it is now. Recording runs a step, which is all
+        padding. A size that cannot be recorded is tried again in another generation."""
         if generation != self._generation:
             self._graphs.clear()
+            self._failed.clear()
             self._generation = generation
         source, decodes, size = self._place(batch)
-        if (decodes, size) not in self._graphs:
-            source.buffers.fill_whole(size)
-            self._slots.fill_(-1)
-            if self._logits is None:
-                # No record owns the place of logits.
-                first = self._step(source.buffers.batch(size), decodes)
-                self._logits = first.new_empty(self._decode.buffers.max_rows, first.shape[1])
-            self._graphs[decodes, size] = self._recorded(lambda: self._placed(source.buffers.batch(size), decodes))
+        key = decodes, size
+        if key in self._graphs or key in self._failed:
+            return key in self._graphs
+        try:
+            self._record(source, decodes, size)
+        except RuntimeError as error:  # torch.OutOfMemoryError, too
+            self._failed.add(key)
+            step = f"{size} {'rows' if decodes else 'tokens with prompts'}"
+            said = "steps of %s with adapters are computed without graphs, which is slow, until adapters change: %s"
+            log.warning(said, step, str(error).partition("\n")[0])
+            return False
+        return True
+
+    def _record(self, source: Any, decodes: bool, size: int) -> None:
+        source.buffers.fill_whole(size)
+        self._slots.fill_(-1)
+        if self._logits is None:
+            # No record owns the place of logits.
+            first = self._step(source.buffers.batch(size), decodes)
+            self._logits = first.new_empty(self._decode.buffers.max_rows, first.shape[1])
+        self._graphs[decodes, size] = self._recorded(lambda: self._placed(source.buffers.batch(size), decodes))
 
     def run(self, batch: ForwardBatch, slots: NDArray[np.int32]) -> Tensor:
         """Return the logits of a batch whose size is recorded, and whose sequences have these slots.

@@ -45,6 +45,8 @@ class Shelf(Backend):
         if path == "bug":
             raise KeyError("x")
         self.held[handle] = path
+        if path == "half":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return AdapterFacts(f"digest {path}", 4, int(path))
 
     def drop_adapter(self, handle: int) -> None:
@@ -147,6 +149,17 @@ def test_a_handle_that_is_given_again_and_cannot_be_read_then_has_no_content(loa
     (answer,) = answers(loads, 1)
     assert isinstance(answer, AdapterFailed)
     assert shelf.held == {}
+
+
+def test_an_adapter_that_is_dropped_while_it_is_read_in_vain_leaves_nothing(loads: AdapterLoads, shelf: Shelf) -> None:
+    shelf.gate.clear()
+    loads.obey(LoadAdapter(9, 2, 1, "half"))
+    assert shelf.began.wait(60)
+    loads.obey(DropAdapter(9, 2, 1))
+    loads.obey(LoadAdapter(9, 2, 2, "5"))
+    shelf.gate.set()
+    assert [answer.handle for answer in answers(loads, 1)] == [2]
+    assert shelf.held == {2: "5"}
 
 
 def test_another_scheduler_begins_without_adapters(loads: AdapterLoads, shelf: Shelf) -> None:

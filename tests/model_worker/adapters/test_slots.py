@@ -73,6 +73,50 @@ def test_each_row_gets_the_product_of_its_slot() -> None:
     assert torch.equal(y, before), "what an adapter has left adds nothing"
 
 
+def test_a_module_that_no_adapter_has_costs_nothing() -> None:
+    """Its table goes, and one for another module begins with zeros. Steps are recorded anew each time."""
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
+    both, one = nn.Linear(8, 8), nn.Linear(8, 8)
+    table.add(1, Adapter("", 40, {both: low_rank(2, 8, 8), one: low_rank(40, 8, 8)}, None))
+    given(table, 2, both, low_rank(2, 8, 8))
+    generations = [table.generation]
+    table.drop(1)
+    assert set(table._tables) == {both}
+    generations.append(table.generation)
+    table.drop(2)
+    assert not table._tables
+    generations.append(table.generation)
+    given(table, 3, one, low_rank(2, 8, 8))
+    generations.append(table.generation)
+    assert generations == [1, 2, 3, 4]
+    assert table._tables[one].numbers.any(1).tolist() == [True] + [False] * (SLOTS - 1)
+    assert table._tables[one].widest == 16
+
+
+def test_an_adapter_read_again_takes_the_place_of_the_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tiny_model("llama", tmp_path_factory.getbasetemp(), num_hidden_layers=1)
+    model = load_model(path, "float32", "cpu", lambda *_: None, has_kernels=lambda *_: False).model
+    known = hooks.AdapterHooks(model, CPU, torch.float32, kernels=True)
+    table: Any = known.slots
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    known.add(1, Adapter("", 2, {first: low_rank(2, 8, 8), second: low_rank(2, 8, 8)}, None))
+    known.add(2, Adapter("", 2, {second: low_rank(2, 8, 8)}, None))
+    known.add(1, Adapter("", 2, {first: low_rank(2, 8, 8)}, None))
+    assert table.column(np.array([1, 2])).tolist() == [0, 1]
+    assert table._tables[second].numbers.any(1).nonzero().flatten().tolist() == [1], "of what was there nothing stays"
+    known.add(1, Adapter("", 2, {first: low_rank(513, 8, 8)}, None))
+    assert not table.has_all(np.array([1])), "the second has no slot, and does not use that of the first"
+
+
+def test_a_module_that_is_given_other_rows_is_refused() -> None:
+    """Kernels would read slots that lie behind the step's."""
+    table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
+    module = nn.Linear(8, 8)
+    given(table, 1, module, low_rank(2, 8, 8))
+    with pytest.raises(ValueError, match=r"a Linear with an adapter is given 4 rows, and the step has 3"):
+        table.add_to(module, torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(3, dtype=torch.int32))
+
+
 def test_what_kernels_cannot_compute_gets_no_slot_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
     module = nn.Linear(8, 8)
@@ -244,31 +288,69 @@ def test_other_modules_are_recorded_anew(
     assert (got[0] - want).norm() < 1e-5 * want.norm()
 
 
-def test_steps_that_cannot_be_recorded_are_computed(
+def test_an_adapter_that_comes_back_is_in_recorded_steps(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it was away, a step was recorded in which the head had no hook."""
+    path = tiny_model("llama", tmp_path_factory.getbasetemp(), num_hidden_layers=1, tie_word_embeddings=False)
+    runner = ModelRunner(loaded_model(path, True), 16, BLOCK)
+    backend: Any = runner.backend
+    monkeypatch.setattr(modules, "CudaRecorder", Recorder)
+    runner.record(MAX_ROWS, MAX_LENGTH, 0)
+    both = make(path, tmp_path / "1", Recipe(targets=("q_proj", "lm_head")), 1)
+    backend.load_adapter(1, str(both.folder))
+    backend.load_adapter(2, str(make(path, tmp_path / "2", Recipe(targets=("q_proj",)), 2).folder))
+    rows = [[5, 6, 7]]
+    backend.drop_adapter(1)
+    backend.logits(step(rows, [3], [2]))
+    before = Recorder.count
+    backend.logits(step(rows, [1], [2]))
+    backend.load_adapter(1, str(both.folder))
+    backend.logits(step(rows, [3], [1]))
+    got = backend.logits(step(rows, [1], [1]))
+    assert Recorder.count == before + 2
+    with torch.no_grad():
+        want = both.merged(input_ids=torch.tensor(rows)).logits[0, -1]
+    assert (got[0] - want).norm() < 1e-5 * want.norm()
+
+
+def test_a_size_that_cannot_be_recorded_is_computed(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Others are recorded, and this one once adapters change."""
     path = tiny_model("llama", tmp_path_factory.getbasetemp(), num_hidden_layers=1)
     runner = ModelRunner(loaded_model(path, True), 16, BLOCK)
     backend: Any = runner.backend
     monkeypatch.setattr(modules, "CudaRecorder", Recorder)
     runner.record(MAX_ROWS, MAX_LENGTH, 0)
-    made = make(path, tmp_path / "1", Recipe(), 1)
+    made = make(path, tmp_path / "1", Recipe(targets=("q_proj",)), 1)
     backend.load_adapter(1, str(made.folder))
 
     def full(_: Any) -> Any:
         raise torch.OutOfMemoryError("none is left")
 
-    monkeypatch.setattr(backend._adapted, "_recorded", full)
     rows = [[5, 6, 7]]
     backend.logits(step(rows, [3], [1]))
-    got = backend.logits(step(rows, [1], [1]))
+    before = Recorder.count
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._adapted, "_recorded", full)
+        got = backend.logits(step(rows, [1], [1]))
     with torch.no_grad():
         want = made.merged(input_ids=torch.tensor(rows)).logits[0, -1]
     assert (got[0] - want).norm() < 1e-5 * want.norm()
-    assert "without graphs, which is slow: none is left" in caplog.text
+    said = "steps of 1 rows with adapters are computed without graphs, which is slow, until adapters change: none is"
+    assert said in caplog.text
+    backend.logits(step(rows, [1], [1]))
+    assert Recorder.count == before
+    backend.logits(step(rows * 2, [3, 3], [1, 1]))
+    backend.logits(step(rows * 2, [1, 1], [1, 1]))
+    assert Recorder.count == before + 1
+    backend.load_adapter(2, str(make(path, tmp_path / "2", Recipe(targets=("up_proj",)), 2).folder))
+    backend.logits(step(rows, [1], [1]))
+    assert Recorder.count == before + 2
 
 
 def test_two_launches_for_each_adapted_module(
