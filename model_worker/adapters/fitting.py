@@ -89,6 +89,11 @@ class Adapter:
         embedding = None if self.embedding is None else self.embedding.placed(device, dtype)
         return replace(self, linears=linears, embedding=embedding, experts=experts)
 
+    @property
+    def nbytes(self) -> int:
+        size = sum(one.nbytes for one in self.linears.values()) + sum(one.nbytes for one in self.experts.values())
+        return size if self.embedding is None else size + self.embedding.nbytes
+
 
 def read_adapter(
     folder: Path, model: PreTrainedModel, most_bytes: int, modules: Mapping[str, nn.Module] | None = None

@@ -80,8 +80,7 @@ class AdapterHooks:
             except BaseException:
                 self._drop(handle)
                 raise
-        parts = *placed.linears.values(), *placed.experts.values()
-        return sum(part.nbytes for part in parts) + (0 if placed.embedding is None else placed.embedding.nbytes)
+        return placed.nbytes
 
     def drop(self, handle: int) -> None:
         """Forget an adapter."""

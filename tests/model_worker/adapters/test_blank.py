@@ -18,7 +18,7 @@ from tests.model_worker.adapters.made import Recipe, make
 
 CPU = torch.device("cpu")
 TOKENS = 5
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 16,
     "intermediate_size": 24,
