@@ -70,8 +70,13 @@ def _results(step: Step, running: RunningRows, launch: Launch) -> list[StepResul
         reason = str(error).partition("\n")[0]
     # Out of the handler: the error holds the frames of the pass, and with them its tensors.
     if (parts := halves(step, packed)) is None:
-        return [_failed(step, packed, running, reason)]
-    return [result for part in parts for result in _results(part, running, launch)]
+        return [_failed(step, running, reason)]
+    first, second = parts
+    results = _results(first, running, launch)
+    if len(step.rows) == 1 and results[-1].errors:
+        _skip(second, running)
+        return results
+    return results + _results(second, running, launch)
 
 
 def halves(step: Step, packed: PackedStep) -> tuple[Step, Step] | None:
@@ -97,9 +102,15 @@ def alone_text(reason: str) -> str:
     return f"the GPU has no memory for this request alone; lower kv_memory or max_batch_tokens: {reason}"
 
 
-def _failed(step: Step, packed: PackedStep, running: RunningRows, reason: str) -> StepResult:
-    """Return the result of a step of one row, for which alone there is no memory."""
+def _skip(step: Step, running: RunningRows) -> None:
+    """Count the tokens of a row that fails as computed, since steps in flight go on from there."""
+    packed = running.rows.pack(step)
     running.rows.commit(packed, np.zeros(len(packed.sampling), np.int32))
+
+
+def _failed(step: Step, running: RunningRows, reason: str) -> StepResult:
+    """Return the result of a step of one row, for which alone there is no memory."""
+    _skip(step, running)
     row = int(step.rows[0])
     text = alone_text(reason)
     log.error("row %d fails: %s", row, text)

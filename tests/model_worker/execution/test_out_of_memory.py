@@ -89,6 +89,30 @@ def test_a_row_that_fails_alone_fails_with_a_sentence_and_the_others_go_on(
     assert "it runs in parts" in caplog.text
 
 
+def test_a_row_that_fails_in_a_piece_of_its_prompt_computes_no_more_of_it(loaded: LoadedModel) -> None:
+    """Steps in flight go on from where it would be."""
+    worker = TinyWorker(loaded, "cuda")
+    ran: list[list[int]] = []
+    forward = worker.backend.logits
+
+    def logits(batch: Any) -> torch.Tensor:
+        tokens = batch.tokens.tolist()
+        if len(tokens) > 2 or PROMPT[1] in tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
+        ran.append(tokens)
+        result: torch.Tensor = forward(batch)
+        return result
+
+    worker.backend.logits = logits
+    worker.backend.greedy = lambda batch, wanted: (logits(batch).argmax(-1).numpy(), logits(batch)[wanted])
+    result = worker.begin([0], [6], [join(0, PROMPT)]).result()
+    assert (result.rows.tolist(), list(result.errors)) == ([], [0])
+    assert ran == [PROMPT[:1]]
+    assert worker.begin([0]).result().rows.tolist() == [0]
+    fresh = worker.begin([0], [1], [join(0, PROMPT[:1])], drop=[0]).result()
+    assert (fresh.rows.tolist(), fresh.errors) == ([0], {})
+
+
 def test_a_step_with_an_isolated_row_is_not_repeated(loaded: LoadedModel) -> None:
     worker = TinyWorker(loaded, "cuda")
     worker.prefill(join(0, PROMPT[:2], isolated=True), join(1, PROMPT), join(2, PROMPT))
