@@ -80,6 +80,8 @@ class StepsInFlight:
         self._table = table
         self._deadline = deadline
         self._clock = clock
+        # Number of the last step that may have left out rows.
+        self._last_partial = 0
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -103,8 +105,8 @@ class StepsInFlight:
         fields = sampling, sampling_versions, reporting, tokens, decoding, rows, versions, self._clock(), ahead
         self.steps.append(StepInFlight(self.last_number, *fields))
 
-    def take(self, result: StepResult) -> tuple[StepInFlight, float]:
-        """Take out the step that has this result. Returns it and the seconds it took.
+    def take(self, result: StepResult) -> tuple[StepInFlight, float | None]:
+        """Take out the step that has this result. Returns it and the seconds it took; None if rows were not computed.
 
         ValueError if the oldest step in flight is another.
         """
@@ -114,12 +116,21 @@ class StepsInFlight:
         self.answered += 1
         begun = max(step.sent, self.last_result)
         self.last_result = self._clock()
+        if result.again is not None:
+            # Those that were sent meanwhile are computed without the rows that are lost.
+            self._last_partial = self.last_number
+        if step.number <= self._last_partial:
+            return step, None
         seconds = self.last_result - begun
         self._deadline.learn(step.tokens, seconds)
         return step, seconds
 
     def match(self, result: StepResult, step: StepInFlight) -> NewTokens:
-        """The result of `step` without rows that have ended or belong to others now. ValueError for broken columns."""
+        """The result of `step` without tokens of rows that have failed or ended, or belong to others now.
+
+        ValueError for broken columns.
+        """
+        failed = self._failed(result, step) if result.errors else {}
         reports = None if result.reports is None else self._of_owners(result.reports, step)
         hidden = None if result.hidden is None else self._of_owners(result.hidden, step)
         rows = result.rows
@@ -129,6 +140,8 @@ class StepsInFlight:
         if len(rows) != len(step.sampling):
             versions = versions[np.isin(step.sampling, rows)]
         current = self._table.version[rows] == versions
+        if failed:
+            current &= ~np.isin(rows, list(failed))
         if not current.all():
             rows = rows[current]
             tokens = tokens[current]
@@ -139,7 +152,6 @@ class StepsInFlight:
         if result.forced is not None:
             for row, run in self._fast_forward(result.forced, rows).items():
                 following[row] = np.concatenate([following[row], run]) if row in following else run
-        failed = self._failed(result, step) if result.errors else {}
         again = [] if result.again is None else self._again(result.again, step)
         return NewTokens(rows, tokens, logprobs, reports, hidden, following, more_logprobs, guesses, failed, again)
 

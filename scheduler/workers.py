@@ -220,7 +220,7 @@ class Worker:
         """
         step, seconds = self.in_flight.take(result)
         self.batches.grant_grace()
-        if step.tokens:
+        if step.tokens and seconds is not None:
             self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, seconds)
         return self.in_flight.match(result, step)
 

@@ -195,7 +195,7 @@ def test_reports_and_errors_of_an_earlier_owner_are_left_out() -> None:
     values = np.zeros(2, np.float32)
     reports = LogprobReports(column, column, values, ones, ones, column, values)
     new = bench.result(step, reports=reports, errors={0: "broken", 1: "broken, too"})
-    assert new.rows.tolist() == [1]
+    assert new.rows.tolist() == [], "a row that fails gets no token"
     assert new.reports is not None
     assert new.reports.owners.tolist() == [1]
     assert new.failed == {1: "broken, too"}
@@ -301,6 +301,24 @@ def test_an_error_counts_whether_its_row_samples_or_not() -> None:
     assert step.ntok.tolist() == [4]
     new = bench.worker.receive(StepResult(1, 0, 0, step.step, NONE, NONE, None, {0: "broken"}, 1))
     assert (new.rows.tolist(), new.failed) == ([], {0: "broken"})
+
+
+def test_nothing_is_learnt_from_steps_without_the_rows_that_are_lost() -> None:
+    bench = Bench(rows=2)
+    bench.join()
+    bench.join()
+    lost = bench.send()
+    meanwhile = bench.send()
+    one = np.array([0], np.int32)
+    bench.result(lost, rows=one, tokens=one, again=np.array([1], np.int32))
+    bench.worker.remove(1)
+    bench.result(meanwhile, rows=one, tokens=one)
+    assert not bench.worker.prefill_budget.knows(2)
+    assert bench.steps._deadline.allowed(1) == FIRST_STEP_SECONDS
+    bench.clock.advance(0.5)
+    bench.result(bench.send())
+    assert bench.worker.prefill_budget.knows(1)
+    assert bench.steps._deadline.allowed(1) < FIRST_STEP_SECONDS
 
 
 def test_rows_that_a_worker_has_lost_are_those_of_their_owners() -> None:
