@@ -34,9 +34,11 @@ class ProcessedLogits(Backend):
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         logits = self._backend.logits(batch)
+        if not self._processors and not any(each.sampling_params.logits_processors for each in self.sampling.values()):
+            return logits
         sampling = self._sampling_in(batch)
         own = [context.sampling_params.logits_processors or () for context in sampling]
-        if not sampling or not (self._processors or any(own)):
+        if not sampling:
             return logits
         with torch.inference_mode():
             logits = logits.float()

@@ -279,6 +279,24 @@ def test_the_pipeline_ends_what_has_no_length_of_its_own(loaded: LoadedModel) ->
     assert endless.status is GenerationStatus.MAXIMUM_LENGTH
 
 
+def test_a_pass_looks_for_contexts_only_where_there_are_processors(loaded: LoadedModel) -> None:
+    pipeline = pipeline_of(loaded)
+    looked: list[Any] = []
+    logits: Any = pipeline._logits
+    contexts_of = logits._sampling_in
+
+    def look(batch: Any) -> Any:
+        looked.append(batch)
+        return contexts_of(batch)
+
+    logits._sampling_in = look
+    free = SamplingParams(temperature=0, max_new_tokens=2)
+    run(pipeline, [context([5, 6], free)], 2)
+    assert not looked
+    run(pipeline, [context([5, 6], replace(free, logits_processors=[lambda inputs: None]))], 2)
+    assert len(looked) == 2
+
+
 def test_processors_change_logits_in_place_the_pipelines_before_the_requests(loaded: LoadedModel) -> None:
     seen: list[tuple[str, Any, tuple[int, ...]]] = []
 
