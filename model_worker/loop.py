@@ -54,6 +54,7 @@ from model_worker.vision.encode_queue import ReadyRow
 from model_worker.weights.commands import WeightsCommands
 from shared import phases
 from shared.endpoints import remote_identity, worker_identity
+from shared.setting_forms import STEP_TOKENS
 from shared.sockets import connect_dealer, same_host
 
 log = logging.getLogger(__name__)
@@ -247,8 +248,12 @@ class Loop:
     def _counted(self) -> WorkerHello:
         """The hello with what was counted until now."""
         counters = self._engine.counters
+        step_tokens = self._hello.step_tokens
+        if counters.step_tokens is not None:
+            step_tokens = min(counters.step_tokens, step_tokens or STEP_TOKENS)
         hello = replace(
             self._hello,
+            step_tokens=step_tokens,
             drafted=counters.drafted,
             accepted=counters.accepted,
             drafts=counters.drafts,

@@ -37,9 +37,15 @@ def update(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
             _append_following(requests, worker, following, new.following_logprobs)
     for row, text in new.failed.items():
         sequence = worker.rows.sequences[row]
-        if sequence is not None:
+        if sequence is None:
+            continue
+        if row in new.again and not sequence.failed_alone:
+            sequence.failed_alone = True
+        else:
             requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
     for row in new.again:
+        if worker.rows.sequences[row] is None:
+            continue  # it failed
         sequence = worker.remove(row)
         sequence.preemptions += 1
         requests.preempt(sequence, f"worker {worker.hello.index} had no memory for a pass")

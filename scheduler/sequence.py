@@ -69,6 +69,8 @@ class Sequence:
     cached_tokens: int = 0
     queued_us: int = -1
     preemptions: int = 0
+    # Whether a worker had no memory for it, although it was computed alone.
+    failed_alone: bool = False
     # Whether it is known to fit the workers, which may not have been known when it came.
     checked: bool = False
     # Whether it has had a row.

@@ -41,7 +41,7 @@ class WorkerHello:
 
     `epoch` counts the starts of this worker slot by its supervisor (`EPOCHS_OF_A_SUPERVISOR`). `max_model_len` is what
     the model and the KV memory allow for one sequence, in tokens. A step has at most `max_rows` sequences and
-    `step_tokens` tokens, for which it sized its memory; 0 tokens: as many as a CPU's. `drafted` and `accepted` count
+    `step_tokens` tokens, for which it has memory; 0 tokens: as many as a CPU's. `drafted` and `accepted` count
     its draft tokens, and those accepted, since it started; `drafts` the rows of passes that had some, and `accepted_at`
     the accepted ones by depth. `backend` describes in words what runs the model. `tasks` are GENERATE or values
     of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
@@ -191,7 +191,8 @@ class StepResult:
     right: tokens after the sampled one, all but the last of which are computed; `more_logprobs` are theirs. Tokens of
     `forced` follow those of `more`. `guessed[i]` guesses were computed for `rows[i]`. `again` are rows of the step that
     have no token, since the worker has lost their states for want of memory: they must leave it, and may begin anew. It
-    computes nothing more of them until they are dropped.
+    computes nothing more of them until they are dropped. One that is in `errors`, too, has failed alone: it may begin
+    anew where that is the first time.
     """
 
     incarnation: int

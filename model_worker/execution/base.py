@@ -53,12 +53,14 @@ class Counters:
     """Counts of tokens that were guessed, and of guesses that were right.
 
     `drafts` counts rows of passes that had guesses, and `accepted_at[i]` the right guesses with i others before them.
+    `step_tokens` are the most tokens of a step for which there is memory now; None: as many as for others.
     """
 
     drafted: int = 0
     accepted: int = 0
     drafts: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    step_tokens: int | None = None
 
     def count(self, drafted: int, accepted: int) -> None:
         """Count the guesses of a row in a pass."""

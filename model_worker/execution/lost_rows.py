@@ -3,8 +3,8 @@
 Layers write their states one after the other, and none can go back. So a pass that fails leaves its rows with states
 that stand for different tokens. The scheduler takes these rows off the worker and puts their sequences back into its
 queue, with the tokens they have; until then they are left out of steps. Later passes have at most half as many tokens:
-a step of more is cut before it is computed. A row that cannot be cut, and fails alone again, gets an error. Knows steps
-and rows; does not know what computes.
+a step of more is cut before it is computed. A row that fails alone begins anew, too; who sends the steps remembers it,
+and ends a request to which that happens again. Knows steps and rows; does not know what computes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ def launched_with_states(
 ) -> Pending:
     """Launch a step by the executor that has accepted it, or in parts, by one that takes every step."""
     if running.room.holds(len(packed.tokens)):
-        pending, reason = _tried(executor, step, packed)
-        if pending is not None:
-            running.room.ended()
-            return pending
+        pending = _tried(executor, step, packed, running)
+    else:
         running.in_flight.finish()
-        return Pending.finished(_given_up(step, packed, running, reason))
-    running.in_flight.finish()
-    results = _of_parts(step, running, every_step)
-    return Pending.finished(together(step, results) if len(results) > 1 else results[0])
+        results = _of_parts(step, running, every_step)
+        pending = Pending.finished(together(step, results) if len(results) > 1 else results[0])
+    running.room.ended()
+    running.counters.step_tokens = running.room.step_tokens
+    return pending
 
 
 def _of_parts(step: Step, running: RunningRows, every_step: Executor) -> list[StepResult]:
@@ -63,19 +62,22 @@ def _of_parts(step: Step, running: RunningRows, every_step: Executor) -> list[St
         if cut is not None:
             left.extendleft(reversed(cut))
             continue
-        pending, reason = _tried(every_step, part, packed)
-        results.append(pending.result() if pending is not None else _given_up(part, packed, running, reason))
-    running.room.ended()
+        results.append(_tried(every_step, part, packed, running).result())
     return results
 
 
-def _tried(executor: Executor, step: Step, packed: PackedStep) -> tuple[Pending | None, str]:
-    """Launch a step. Returns why not, where there is no memory."""
+def _tried(executor: Executor, step: Step, packed: PackedStep, running: RunningRows) -> Pending:
+    """Launch a step, or give it up where there is no memory."""
     try:
-        return executor.launch(step, packed), ""
+        pending = executor.launch(step, packed)
     except torch.OutOfMemoryError as error:
         # No more of the error: it holds the frames of the pass, and with them its tensors.
-        return None, str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
+    else:
+        running.room.passed(len(packed.tokens))
+        return pending
+    running.in_flight.finish()
+    return Pending.finished(_given_up(step, packed, running, reason))
 
 
 def _halves(step: Step, packed: PackedStep, running: RunningRows) -> tuple[Step, Step] | None:
@@ -85,24 +87,18 @@ def _halves(step: Step, packed: PackedStep, running: RunningRows) -> tuple[Step,
 
 
 def _given_up(step: Step, packed: PackedStep, running: RunningRows, reason: str) -> StepResult:
-    """Return the result of a step whose pass has failed: its rows begin anew, or one that is alone fails."""
+    """Return the result of a step whose pass has failed: its rows begin anew. A row that cannot be cut has an error."""
     # What the allocator keeps for sizes that no smaller pass has would be missing.
     torch.cuda.empty_cache()
     running.lost.update(step.rows.tolist())
-    errors = {}
-    again = None
     tokens = len(packed.tokens)
-    if _halves(step, packed, running) is None and running.room.is_tight_for(tokens):
-        errors = {int(step.rows[0]): alone_text(reason)}
-        log.error("row %d fails: %s", step.rows[0], errors[int(step.rows[0])])
-    else:
-        again = step.rows
-        running.room.lower(tokens)
-        said = "the GPU has no memory for a pass of %d tokens: its %d rows begin anew, in passes of at most %d; lower "
-        said += "max_batch_tokens or kv_memory (%s)"
-        log.warning(said, tokens, len(again), running.room.most, reason)
+    running.room.lower(tokens)
+    said = "the GPU has no memory for a pass of %d tokens: its %d rows begin anew, in passes of at most %d; lower "
+    said += "max_batch_tokens or kv_memory (%s)"
+    log.warning(said, tokens, len(step.rows), running.room.most, reason)
+    errors = {int(step.rows[0]): alone_text(reason)} if _halves(step, packed, running) is None else {}
     none = np.empty(0, np.int32)
     identity = running.identity
     return StepResult(
-        step.incarnation, identity.epoch, identity.index, step.step, none, none, None, errors, 0, again=again
+        step.incarnation, identity.epoch, identity.index, step.step, none, none, None, errors, 0, again=step.rows
     )

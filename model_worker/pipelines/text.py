@@ -65,6 +65,8 @@ class _Row:
     computed: int = 0
     # The handle of its adapter; 0: the base model.
     adapter: int = 0
+    # Whether there was no memory for it, although it was computed alone.
+    failed_alone: bool = False
 
 
 class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOutput]):
@@ -354,7 +356,11 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             self._take_back(batch, cut)
             raise
         again = [] if result.again is None else result.again.tolist()
-        lost = {context.request_id: context for context, row in zip(batch, rows, strict=True) if row.index in again}
+        lost = {}
+        for context, row in zip(batch, rows, strict=True):
+            if row.index in again and not (row.index in result.errors and row.failed_alone):
+                lost[context.request_id] = context
+                row.failed_alone |= row.index in result.errors
         if lost:
             self._take_back(list(lost.values()), cut if cut is not None and cut.request_id in lost else None)
         self._update([context for context in batch if context.request_id not in lost], result)

@@ -26,7 +26,7 @@ NOTHING = np.empty(0, np.int32)
 class Device:
     """An engine that runs ahead and writes down what is asked of it. Step 4 needs the host."""
 
-    counters = Counters(drafted=5, accepted=3)
+    counters = Counters(drafted=5, accepted=3, step_tokens=8)
     takes = Step
 
     def __init__(self) -> None:
@@ -166,6 +166,7 @@ def test_it_makes_room_for_a_better_worker(scheduler: Scheduler) -> None:
     thread.start()
     hello = scheduler.next(WorkerHello)
     assert (hello.drafted, hello.accepted) == (5, 3)
+    assert hello.step_tokens == 8, "fewer than a step has otherwise"
     scheduler.send(1)
     assert scheduler.next(StepResult).step == 1
     superseded.set()

@@ -168,21 +168,55 @@ def test_rows_that_are_lost_are_left_out_until_they_are_dropped(
     assert again.again is None
 
 
-def test_a_row_that_fails_alone_fails_with_a_sentence_and_the_others_go_on(
+def test_a_row_that_fails_alone_has_an_error_and_may_begin_anew(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever has failed before it. One that shares no pass is not cut."""
     worker = TinyWorker(loaded, "cuda")
     worker.prefill(join(0, drawn(3)), join(1, drawn(1)))
+    joins = [join(2, drawn(5), isolated=True), join(3, drawn(7))]
     with monkeypatch.context() as patch:
-        without_memory(loaded, patch, lambda *_: True)
-        once = worker.begin([1]).result()
-        assert (once.errors, once.again is not None) == ({}, True)
-        result = worker.begin([1], [1], [join(1, drawn(1))], drop=[1]).result()
-    assert list(result.errors) == [1]
-    assert f"no memory for this request alone; lower kv_memory or max_batch_tokens: {WHY}" in result.errors[1]
-    assert result.again is None
-    after = worker.begin([0, 1]).result()
-    assert (after.rows.tolist(), after.errors) == ([0], {})
+        without_memory(loaded, patch, lambda _, tokens: tokens > 1)
+        assert worker.begin([0, 1]).result().errors == {}
+        result = worker.begin([2, 3], [5, 7], joins, drop=[0, 1]).result()
+    assert list(result.errors) == [2]
+    assert f"no memory for this request alone; lower kv_memory or max_batch_tokens: {WHY}" in result.errors[2]
+    assert result.again is not None
+    assert (result.rows.tolist(), result.again.tolist()) == ([3], [2])
+    assert worker.engine.counters.step_tokens == 8, "so many passes of one token"
+    after = worker.begin([2, 3]).result()
+    assert (after.rows.tolist(), after.errors, after.again) == ([3], {}, None)
+
+
+@pytest.mark.parametrize(("failures", "error"), [(1, ""), (2, "no memory for this request alone")])
+def test_a_request_ends_when_it_fails_alone_again(
+    loaded: LoadedModel, failures: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server, and of a pipeline."""
+    asked = context(drawn(1), SamplingParams(temperature=0, max_new_tokens=4))
+    want, _ = answers(loaded, [asked], Shape())
+    with monkeypatch.context() as patch:
+        passes = itertools.count()
+        failed = without_memory(loaded, patch, lambda *_: next(passes) < failures)
+        got, _ = answers(loaded, [asked], Shape())
+    assert failed == [1] * failures
+    assert bool(got[0].error) == bool(error)
+    assert error in got[0].error
+    assert got[0].tokens == ([] if error else want[0].tokens)
+
+    capacity = Capacity(num_blocks=8, block_size=4, max_rows=2, max_model_len=16)
+    pipeline = TextPipeline(ModelRunner(loaded, 8, 4, max_rows=2), capacity)
+    passes = itertools.count()
+    without_memory(loaded, monkeypatch, lambda *_: next(passes) < failures)
+    inputs = TextGenerationInputs(batches=[[asked]], num_steps=4)
+    if error:
+        with pytest.raises(ValueError, match=error):
+            pipeline.execute(inputs)
+        assert pipeline.free_blocks == pipeline.num_blocks
+    else:
+        pipeline.execute(inputs)
+        assert asked.tokens.generated.tolist() == want[0].tokens
+    pipeline.close()
 
 
 def test_a_pipeline_computes_lost_requests_anew(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,17 +246,59 @@ def test_a_pipeline_computes_lost_requests_anew(loaded: LoadedModel, monkeypatch
     assert sum(seen) == sum(whole)
 
 
+def steps_until(room: PassRoom, most: int, passes_of: int = 0) -> int:
+    """Counts steps, with passes of so many tokens, until passes may have `most` tokens."""
+    for number in range(40_000):
+        if room.holds(most):
+            return number
+        room.passed(passes_of)
+        room.ended()
+    return -1
+
+
 def test_the_limit_of_passes_rises_again() -> None:
     room = PassRoom()
     assert room.holds(1 << 20)
-    room.lower(9)
-    assert (room.holds(4), room.holds(5)) == (True, False)
-    for _ in range(1000):
-        assert not room.holds(5)
-        room.ended()
-    assert room.holds(8)
+    room.lower(64)
+    room.lower(32)
+    room.lower(16)
+    assert (room.holds(8), room.holds(9), room.step_tokens) == (True, False, 64)
+    room.lower(40)
+    assert room.holds(8), "it could not be cut"
+    assert steps_until(room, 16, 8) == 1000
+    assert steps_until(room, 32, 9) == 1000
+
+
+def test_a_rise_of_the_limit_waits_longer_where_the_last_one_has_failed() -> None:
+    room = PassRoom()
+    room.lower(16)
+    waited = []
+    for _ in range(6):
+        waited.append(steps_until(room, 16))
+        room.lower(16)
+    assert waited == [1000, 2000, 4000, 8000, 16_000, 16_000]
+
+
+def test_further_failures_of_a_step_make_no_rise_wait_and_one_that_held_none() -> None:
+    room = PassRoom()
+    room.lower(16)
+    assert steps_until(room, 16) == 1000
+    room.lower(16)
     room.lower(8)
-    for _ in range(2000):
-        assert not room.holds(5)
+    room.lower(4)
+    assert steps_until(room, 4) == 2000
+    assert steps_until(room, 8, 4) == 2000
+    room.lower(8)
+    assert steps_until(room, 8) == 2000, "a thousand, and one try failed"
+
+
+def test_a_limit_that_nothing_has_needed_rises_no_further() -> None:
+    room = PassRoom()
+    room.lower(16)
+    for _ in range(5000):
+        room.passed(1)
         room.ended()
-    assert room.holds(8)
+    assert room.most == 16
+    room.passed(9)
+    room.ended()
+    assert room.most == 32
