@@ -72,7 +72,8 @@ def is_experts(module: nn.Module | None) -> bool:
         return False
     known: Any = module
     weight = known.down_proj
-    taken = tuple(inspect.signature(known.forward).parameters)
+    # Of its class: what stands in its place on a GPU has other names. gpt-oss's experts have others, too.
+    taken = tuple(inspect.signature(type(known).forward).parameters)[1:]
     plain = isinstance(weight, Tensor) and weight.dim() == 3 and weight.is_floating_point()
     # Linear layers in the place of that tensor have its shape.
     in_codes = isinstance(weight, nn.Module) and len(getattr(weight, "shape", ())) == 3

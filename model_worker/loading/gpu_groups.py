@@ -5,7 +5,7 @@ Does not know files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,8 @@ from shared.weight_codes import Codes, Grouped
 _TABLE_CODES = 16
 # The type of scales that are powers of two: their exponents.
 _POWERS = torch.uint8
+# The least number that such an exponent means.
+_LEAST_POWER = np.float32(2.0**-126)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Groups:
         assert read is not None
         outputs = weight.shape[0]
         starts = range(0, outputs, weight.step)
-        pieces = [_packed(read(first, min(first + weight.step, outputs)), self.coding) for first in starts]
+        of_powers = self.scales == _POWERS
+        pieces = [_packed(read(first, min(first + weight.step, outputs)), self.coding, of_powers) for first in starts]
         codes, scales = (torch.cat(parts) for parts in ([one.codes for one in pieces], [one.scales for one in pieces]))
         order = read(0, min(PANEL, outputs)).order
         columns = None if order is None else torch.from_numpy(order)
@@ -92,7 +95,7 @@ def groups_of(weight: EncodedWeight) -> Groups | None:
     coding = Coding(4 if few.bits <= 4 else 8, few.zeros if isinstance(few.zeros, int) else 0, table)
     zeros = not isinstance(few.zeros, int)
     offsets = None if few.minimums is None else _type_of(few.minimums)
-    scales = _type_of(few.scales, may_be_powers=bool(table))
+    scales = _POWERS if table and _has_powers(weight, read) else _type_of(few.scales)
     return Groups(group, scales, zeros, offsets, coding, few.order is not None)
 
 
@@ -117,19 +120,43 @@ def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _type_of(numbers: Grouped, may_be_powers: bool = False) -> torch.dtype:
+def _has_powers(weight: EncodedWeight, read: Callable[[int, int], Codes]) -> bool:
+    """Whether all scales of a weight are powers of two that a byte holds. Codes are read where one is not."""
+
+    def fit(first: int) -> bool:
+        last = min(first + weight.step, weight.shape[0])
+        if exponents_of(torch.from_numpy(weight.code_scales(first, last))) is not None:
+            return True
+        return exponents_of(_of_powers(read(first, last))) is not None
+
+    return all(fit(first) for first in range(0, weight.shape[0], weight.step))
+
+
+def _of_powers(codes: Codes) -> Tensor:
+    """Return the scales of codes with a table, f32 [outputs, groups]. Of groups whose numbers are all zero, those that
+    are too small for a byte are the least power of two: checkpoints have such groups."""
+    assert codes.table is not None
+    scales = codes.scales.values
+    small = np.abs(scales) < _LEAST_POWER
+    if small.any():
+        numbers = codes.table[codes.codes].reshape(*scales.shape, -1)
+        scales = np.where(small & ~numbers.any(-1), _LEAST_POWER, scales)
+    return torch.from_numpy(scales)
+
+
+def _type_of(numbers: Grouped) -> torch.dtype:
     """Return the least type that holds all numbers of a weight as they are, told by some of them."""
     if numbers.steps is None and numbers.base.dtype == np.float16:
         return torch.float16
     values = torch.from_numpy(numbers.values)
     # Numbers of a file in bfloat16 are, if they are neither tiny nor large, float16, too.
-    types = *((_POWERS,) if may_be_powers else ()), torch.bfloat16, torch.float16
+    types = torch.bfloat16, torch.float16
     return next((dtype for dtype in types if _narrow(values, dtype) is not values), torch.float32)
 
 
-def _packed(codes: Codes, coding: Coding) -> Packed:
-    """Return the tensors of a layer with these outputs."""
-    scales = torch.from_numpy(codes.scales.values)
+def _packed(codes: Codes, coding: Coding, of_powers: bool) -> Packed:
+    """Return the tensors of a layer with these outputs. Scales are numbers, which may be powers of two."""
+    scales = _of_powers(codes) if of_powers else torch.from_numpy(codes.scales.values)
     zeros: Tensor | None = None
     if codes.minimums is not None:
         zeros = torch.from_numpy(codes.minimums.values)

@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -58,6 +60,12 @@ class EncodedWeight(ABC):
     def codes(self) -> Callable[[int, int], Codes] | None:
         """What gives the codes of outputs from the first number up to the second; None: panels hold no such codes."""
         return None
+
+    def code_scales(self, first: int, last: int) -> NDArray[np.float32]:
+        """Return the scales of `codes` of these outputs, [outputs, groups]. A format whose scales lie apart from codes
+        reads no codes."""
+        assert self.codes is not None
+        return self.codes(first, last).scales.values
 
     @property
     def experts(self) -> Sequence[Sequence[EncodedWeight]]:

@@ -88,9 +88,13 @@ class FloatWeight(StoredWeight):
         fits = self.shape[1] % GROUP_INPUTS == 0 and (width % GROUP_INPUTS == 0 or 2 * width == GROUP_INPUTS)
         return self._codes_of if fits else None
 
+    def code_scales(self, first: int, last: int) -> NDArray[np.float32]:
+        scales: NDArray[np.float32] = (self._scales_of(first, last) / self._kind.factor).numpy()
+        return scales
+
     def _codes_of(self, first: int, last: int) -> Codes:
         kind = self._kind
-        scales = Grouped((self._scales_of(first, last) / kind.factor).numpy())
+        scales = Grouped(self.code_scales(first, last))
         return Codes(unpack(self._codes[first:last], kind.bits).numpy(), kind.bits, scales, 0, table=kind.whole)
 
 
@@ -105,21 +109,24 @@ class ExpertWeight(StoredWeight):
         self.shape = (outputs, groups * half * 2)
 
     def rows(self, first: int, last: int) -> Tensor:
-        codes, scales = self._parts(first, last)
-        return E2M1[codes.int()] * spread(scales, self.shape[1])
+        scales = powers_of_two(self._exponents[self._number, first:last])
+        return E2M1[self._numbers(first, last).int()] * spread(scales, self.shape[1])
 
     @property
     def codes(self) -> Callable[[int, int], Codes] | None:
         return self._codes_of if self.shape[1] // self._exponents.shape[2] % GROUP_INPUTS == 0 else None
 
-    def _codes_of(self, first: int, last: int) -> Codes:
-        codes, scales = self._parts(first, last)
-        return Codes(codes.numpy(), _BITS, Grouped((scales / 2).numpy()), 0, table=_E2M1_DOUBLED)
+    def code_scales(self, first: int, last: int) -> NDArray[np.float32]:
+        scales: NDArray[np.float32] = (powers_of_two(self._exponents[self._number, first:last]) / 2).numpy()
+        return scales
 
-    def _parts(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return the codes u8 [outputs, inputs] and the scales [outputs, groups] of some outputs."""
-        codes = nibbles(self._blocks[self._number, first:last]).flatten(1)
-        return codes.to(torch.uint8), powers_of_two(self._exponents[self._number, first:last])
+    def _codes_of(self, first: int, last: int) -> Codes:
+        scales = Grouped(self.code_scales(first, last))
+        return Codes(self._numbers(first, last).numpy(), _BITS, scales, 0, table=_E2M1_DOUBLED)
+
+    def _numbers(self, first: int, last: int) -> Tensor:
+        """Return the codes of some outputs, u8 [outputs, inputs]."""
+        return nibbles(self._blocks[self._number, first:last]).flatten(1).to(torch.uint8)
 
 
 class ExpertsWeight(StoredWeight):

@@ -73,8 +73,9 @@ E2M1 = int.from_bytes(
 INT4_TILES = tuple(f"{size} in four bits" for size in ("few", "some", "more", "many"))
 INT4_EXPERTS = tuple(f"experts in four bits, {rows} rows" for rows in EXPERT_ROWS)
 IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16 = "more in one piece", "some with float32 scales", "few in float16"
+OF_TABLES = ("few with a table", "experts with a table, 16 rows")
 INT8_TILES = ("few in eight bits", "many in eight bits")
-OF_INT4 = (*INT4_TILES, *INT8_TILES, IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16, *INT4_EXPERTS)
+OF_INT4 = (*INT4_TILES, *INT8_TILES, IN_ONE_PIECE, FLOAT32_SCALES, FLOAT16, *OF_TABLES, *INT4_EXPERTS)
 # Only cards with products of these numbers round to them.
 FP8_TILES = ("few in blocks", "some in blocks", "many in blocks")
 FP8_EXPERTS = tuple(f"experts in FP8, {rows} rows" for rows in EXPERT_ROWS)
@@ -196,18 +197,10 @@ def four_bits() -> Iterator[Case]:
     yield _in_groups(IN_ONE_PIECE, more._replace(is_split=False), OFFSETS)
     yield _in_groups(FLOAT32_SCALES, some, OFFSETS, types=dict.fromkeys(("scales", "zeros"), "*fp32"))
     yield _in_groups(FLOAT16, few, ZEROS, "fp16")
+    yield _in_groups(OF_TABLES[0], few, TABLE, types={"scales": "*u8"})
+    yield _grouped_experts(OF_TABLES[1], 16, TABLE)
     for name, rows, kind in zip(INT4_EXPERTS, EXPERT_ROWS, (ZEROS, TABLE, TABLE), strict=True):
-        sizes = {"ROWS": rows, "COLUMNS": 64, "STEP": 32 if kind == TABLE else 128, "PER_GROUP": 1, "BITS": 4}
-        codes = {
-            "BIASED": True,
-            "ORDERED": kind == ZEROS,
-            "KIND": kind,
-            "MIDDLE": 0,
-            "TABLE": E2M1 if kind == TABLE else 0,
-        }
-        kernel = grouped_experts_kernel.grouped_experts_kernel
-        powers = {"scales": "*u8"} if kind == TABLE else None
-        yield Case(name, kernel, {**sizes, **codes}, "bf16", {"num_warps": 4, "num_stages": 4}, powers)
+        yield _grouped_experts(name, rows, kind)
 
 
 def _in_groups(
@@ -218,11 +211,22 @@ def _in_groups(
     types: dict[str, str] | None = None,
     bits: int = 4,
 ) -> Case:
-    step = 32 if kind == ZEROS and bits == 4 else 128
+    step = 32 if kind in (ZEROS, TABLE) and bits == 4 else 128
     sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "PER_GROUP": 1, "BITS": bits}
-    flags = {"TOGETHER": 8, "BIASED": True, "SPLIT": tile.is_split, "KIND": kind, "MIDDLE": 8, "TABLE": 0}
+    table = E2M1 if kind == TABLE else 0
+    flags = {"TOGETHER": 8, "BIASED": True, "SPLIT": tile.is_split, "KIND": kind, "MIDDLE": 8, "TABLE": table}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Case(name, grouped_kernel.grouped_kernel, {**sizes, **flags}, dtype, options, types)
+
+
+def _grouped_experts(name: str, rows: int, kind: int) -> Case:
+    has_table = kind == TABLE
+    sizes = {"ROWS": rows, "COLUMNS": 64, "STEP": 32 if has_table else 128, "PER_GROUP": 1, "BITS": 4}
+    table = E2M1 if has_table else 0
+    codes = {"BIASED": True, "ORDERED": kind == ZEROS, "KIND": kind, "MIDDLE": 0, "TABLE": table}
+    kernel = grouped_experts_kernel.grouped_experts_kernel
+    powers = {"scales": "*u8"} if has_table else None
+    return Case(name, kernel, {**sizes, **codes}, "bf16", {"num_warps": 4, "num_stages": 4}, powers)
 
 
 def _fp8_experts(name: str, rows: int, blocked: bool) -> Case:

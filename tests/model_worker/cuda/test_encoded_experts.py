@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from model_worker.adapters.experts import is_experts
 from model_worker.cuda import experts_trial, timing
 from model_worker.cuda.encoded_experts import (
     ExpertStack,
@@ -214,6 +215,7 @@ def test_a_checkpoint_keeps_its_experts(
         model = loaded(path)
     reference: Any = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     module, plain = (one.model.layers[0].mlp.experts for one in (model, reference))
+    assert is_experts(module), "adapters take them"
     for projection in ("gate_up_proj", "down_proj"):
         kept = getattr(module, projection)
         assert isinstance(kept, ExpertStack) == (kind is not None)
@@ -243,6 +245,8 @@ def test_experts_of_gpt_oss_stay_in_four_bits(
     reference: Any = AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
     module, plain = (one.model.layers[0].mlp.experts for one in (model, reference))
     assert plain.down_proj_bias.abs().min() > 0
+    assert not is_experts(module), "adapters of them are refused as on a CPU"
+    assert not is_experts(plain)
     for name in ("gate_up_proj", "down_proj"):
         kept, meant = getattr(module, name), getattr(plain, name)
         assert isinstance(kept, GroupedExperts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from model_worker.cuda.encoded_experts import PROJECTIONS, put_stacks, stack_of
 from model_worker.cuda.fp8_blocks import SIDE, BlockFp8Linear
 from model_worker.cuda.fp8_linear import Fp8Linear
-from model_worker.cuda.grouped_linear import TABLE, GroupedLinear
+from model_worker.cuda.grouped_linear import MIDDLE, TABLE, GroupedLinear
 from model_worker.cuda.joined_linear import JoinedLinear
 from model_worker.loading.checkpoint import read_config
 from model_worker.loading.kept import Keeping, identity_of
@@ -155,7 +155,21 @@ def in_order(linear: nn.Linear) -> GroupedLinear:
     return made
 
 
-@pytest.mark.parametrize("encode", [None, in_fp8, in_fp8_blocks, in_four_bits, in_order])
+def in_mxfp4(linear: nn.Linear) -> GroupedLinear:
+    """With a table, and no zeros."""
+    made = grouped_layer(linear.out_features, linear.in_features, 32, TABLE)
+    made.bias = linear.bias
+    return made
+
+
+def in_eight_bits(linear: nn.Linear) -> GroupedLinear:
+    """With one zero for all codes."""
+    made = grouped_layer(linear.out_features, linear.in_features, 32, MIDDLE, bits=8)
+    made.bias = linear.bias
+    return made
+
+
+@pytest.mark.parametrize("encode", [None, in_fp8, in_fp8_blocks, in_four_bits, in_order, in_mxfp4, in_eight_bits])
 def test_joined_weights_come_back_joined(
     encode: Callable[[nn.Linear], nn.Module] | None, keeper: Running, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -182,17 +196,13 @@ def test_joined_weights_come_back_joined(
     again = Keeping(keeper.worker(), "one").model(read_config(path), "Qwen2")
     assert again is not None
     tensors = [parameter for part in parts(again) for parameter in part.parameters()]
-    assert len(tensors) == (6 if encode is None else 9 if encode in (in_fp8, in_fp8_blocks) else 12)
+    assert len(tensors) == (6 if encode is None else 12 if encode in (in_four_bits, in_order) else 9)
     places = [(tensor.untyped_storage().data_ptr(), tensor.storage_offset()) for tensor in tensors]
     second = JoinedLinear(parts(again))
     assert torch.equal(second(x), want)
     assert all(type(one) is type(other) for one, other in zip(parts(again), parts(model), strict=True))
     assert all(torch.equal(one.weight, other.weight) for one, other in zip(parts(again), parts(model), strict=True))
     assert [(one.untyped_storage().data_ptr(), one.storage_offset()) for one in tensors] == places
-
-
-def in_mxfp4(linear: nn.Linear) -> GroupedLinear:
-    return grouped_layer(linear.out_features, linear.in_features, 32, TABLE)
 
 
 @pytest.mark.parametrize(

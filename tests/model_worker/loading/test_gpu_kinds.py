@@ -94,19 +94,33 @@ def test_other_codes_are_of_no_kind(name: str) -> None:
     assert kind_of(weight_of(name), True, torch.bfloat16) is None
 
 
-def test_powers_of_two_beyond_those_of_bytes_are_kept_as_numbers() -> None:
+def test_powers_of_two_beyond_those_of_bytes_are_numbers() -> None:
+    """The kind is told by all scales: that of the last output is too small, and its codes are not zero."""
     weight = weight_of("MXFP4")
     weight._codes.scales.base[-1] = 2.0**-127
+    weight._codes.codes[-1] = 1
     kind, layer = kind_and_layer(weight)
-    assert kind.groups.scales == torch.uint8
-    assert layer.scales.dtype == torch.float32
+    assert kind.groups.scales == layer.scales.dtype == torch.bfloat16
     assert torch.equal(layer.weight, torch.from_numpy(weight._codes.weight))
     # Of experts, some have numbers, and others powers of two.
     other = weight_of("MXFP4")
     parts = JoinedExperts([[weight], [other]])
-    stack: Any = kind_of(parts, True, torch.bfloat16)
+    of_experts: Any = kind_of(parts, True, torch.bfloat16)
+    stack = of_experts.layer(parts, None)
+    assert of_experts.of.groups.scales == stack.scales.dtype == torch.float32
     for expert, part in enumerate((weight, other)):
-        assert torch.equal(stack.layer(parts, None).matrix(expert), torch.from_numpy(part._codes.weight))
+        assert torch.equal(stack.matrix(expert), torch.from_numpy(part._codes.weight))
+
+
+@pytest.mark.parametrize("output", [0, -1])
+def test_groups_of_zeros_keep_powers_of_two(output: int) -> None:
+    """Quantisers give them the least scale, or none. Eight is the code of a zero, too."""
+    weight = weight_of("MXFP4")
+    weight._codes.scales.base[output, :3] = 2.0**-127, 2.0**-128, 0
+    weight._codes.codes[output, :96] = np.resize(np.array([0, 8], np.uint8), 96)
+    kind, layer = kind_and_layer(weight)
+    assert kind.groups.scales == layer.scales.dtype == torch.uint8
+    assert torch.equal(layer.weight, torch.from_numpy(weight._codes.weight))
 
 
 def test_scales_that_are_finer_than_those_of_the_kind_are_kept() -> None:
