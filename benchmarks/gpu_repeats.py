@@ -50,7 +50,11 @@ def launches(
     for count in tokens:
         x = torch.randn(count, inputs, device=device, dtype=dtype)
         found[f"four bits in pieces, {count} tokens"] = lambda x=x: linear(x)  # type: ignore[misc]
-    for kind, (launch, _) in zip(("decode rows", "prompts"), slots.trials(device, dtype), strict=True):
+    for kind, (launch, _) in zip(
+        ("decode rows", "prompts", "vectors of decode rows", "vectors of prompts"),
+        slots.trials(device, dtype),
+        strict=True,
+    ):
         found[f"adapters, {kind}"] = launch
     found["draw"] = draw(device, dtype, width)
     return found

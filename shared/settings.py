@@ -213,7 +213,7 @@ class Settings:
         "capacity",
         "auto",
         "memory of each worker for adapters; others leave it when one is wanted and no request uses them; auto: a "
-        "sixteenth of what is free, on a GPU of what weights and steps leave (docs/gpu.md)",
+        "sixteenth of what is free on a CPU; on a GPU as docs/gpu.md says",
     )
     tool_parser: str = _setting(
         "model",

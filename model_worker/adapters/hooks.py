@@ -70,9 +70,9 @@ class AdapterHooks:
     def add(self, handle: int, adapter: Adapter) -> int:
         """Keep an adapter, in place of what the handle had. Returns its bytes. May run beside a pass that does not use
         it. An error, such as torch.OutOfMemoryError, leaves nothing of it."""
-        placed = adapter.placed(self._device, self._dtype)
-        if self.slots is not None:
-            placed = self.slots.laid_out(placed)
+        # Before it is on the device, which may have no room for both.
+        laid_out = adapter if self.slots is None else self.slots.laid_out(adapter)
+        placed = laid_out.placed(self._device, self._dtype)
         with self._lock:
             self._drop(handle)
             try:

@@ -88,7 +88,7 @@ class AdapterSlots:
         self.generation = 0
 
     def laid_out(self, adapter: Adapter) -> Adapter:
-        """Return an adapter with its placed factors as kernels read them, which are the same where they lie so."""
+        """Return an adapter with its factors as kernels read them, which are the same where they lie so."""
         linears = {module: _laid_out(linear) for module, linear in adapter.linears.items()}
         embedding = None if adapter.embedding is None else _laid_out(adapter.embedding)
         return replace(adapter, linears=linears, embedding=embedding)
@@ -238,7 +238,8 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def trials(device: torch.device, dtype: torch.dtype) -> list[tuple[Callable[[], Tensor], Tensor]]:
-    """Return launches of the kernels, and what each should give: a step of decode rows, and one of prompts."""
+    """Return launches of the kernels, and what each should give: a step of decode rows, and one of prompts, of linear
+    modules, and of an embedding."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -250,18 +251,22 @@ def trials(device: torch.device, dtype: torch.dtype) -> list[tuple[Callable[[], 
         factors.append(_Factors(drawn(rank, _TRIAL_WIDTH), drawn(rank, _TRIAL_OUTPUTS).T, 0.5, gain, shift))
     base = drawn(_UNIT)
     columns = [1, -1, 0, 1], [0] * 126 + [-1, 1, 0, 1]
-    return [_trial(factors, base, column, drawn) for column in columns]
+    vectors = [replace(one, a=drawn(_TRIAL_WIDTH, one.rank)) for one in factors]
+    products = [_trial(factors, base, column, drawn) for column in columns]
+    return products + [_trial(vectors, base, column, drawn, of_tokens=True) for column in columns]
 
 
 def _trial(
-    factors: list[_Factors], base: Tensor, column: list[int], drawn: Callable[..., Tensor]
+    factors: list[_Factors], base: Tensor, column: list[int], drawn: Callable[..., Tensor], of_tokens: bool = False
 ) -> tuple[Callable[[], Tensor], Tensor]:
     """Return the launch for rows of these slots, and what torch makes of them."""
     x, y = drawn(len(column), _TRIAL_WIDTH), drawn(len(column), _TRIAL_OUTPUTS)
+    tokens = x.argmax(1)
     want = y.float().clone()
     for slot, one in enumerate(factors):
         rows = torch.tensor(column, device=x.device) == slot
-        changed = want[rows] + one.scale * (x[rows].float() @ one.a.float().T @ one.b.float().T)
+        inner = one.a[tokens[rows]].float() if of_tokens else x[rows].float() @ one.a.float().T
+        changed = want[rows] + one.scale * (inner @ one.b.float().T)
         gain = 1.0 if one.gain is None else one.gain
         want[rows] = gain * changed + (0.0 if one.shift is None else one.shift)
     slots = torch.tensor(column, dtype=torch.int32, device=x.device)
@@ -270,10 +275,13 @@ def _trial(
 
     def launch(_placed: list[_Factors] = factors) -> Tensor:
         """The factors stay where the table says as long as this does."""
-        from model_worker.cuda.adapter_kernel import add_low_rank
+        from model_worker.cuda.adapter_kernel import add_low_rank, add_vectors
 
         changed = y.clone()
-        add_low_rank(changed, x, base, table, slots, 2 * _RANKS)
+        if of_tokens:
+            add_vectors(changed, tokens, base, table, slots, 2 * _RANKS)
+        else:
+            add_low_rank(changed, x, base, table, slots, 2 * _RANKS)
         return changed
 
     return launch, want

@@ -95,8 +95,7 @@ class MemoryPlan:
         return self.budget - self.weights - self.step - self.recorded - self.adapters
 
     def with_adapters(self, wanted: int | None) -> MemoryPlan:
-        """Return a plan that leaves so many bytes to adapters, or a sixteenth of what is left: at least 1 GiB, if that
-        is no more than a quarter."""
+        """Return a plan that leaves so many bytes to adapters; None: as many as docs/gpu.md says of `auto`."""
         left = max(0, self.kv_cache)
         return replace(self, adapters=min(max(left // 16, GIB), left // 4) if wanted is None else wanted)
 

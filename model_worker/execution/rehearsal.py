@@ -93,11 +93,18 @@ class Rehearsal:
 
     @property
     def kept_logits(self) -> int:
-        """The bytes of logits that recorded steps keep: of each number of decode rows, and once of all with prompts."""
+        """The bytes of logits that recorded steps keep beyond what the largest one takes: of each smaller number of
+        decode rows, and once of all with prompts or adapters."""
         if not self._runner.can_record:
             return 0
-        rows = sum(bucket_sizes(self._rows)) + (self._rows if self._runner.attention_name == "triton" else 0)
+        rows = sum(bucket_sizes(self._rows)) - self._rows
+        if self._records_prompts or (self._adaptable is not None and self._runner.attention_name == "triton"):
+            rows += self._rows
         return rows * self._loaded.vocab_size * self._loaded.dtype.itemsize
+
+    @property
+    def _records_prompts(self) -> bool:
+        return self._runner.attention_name == "triton" and self._runner.cache.states is None
 
     def prompts(self) -> None:
         """Run a step of as many tokens as may be, and draw in the most expensive way for as many rows."""
@@ -105,6 +112,8 @@ class Rehearsal:
         with self._adapted() as is_adapted:
             if is_adapted:
                 self._forward()
+                # Products of few rows are computed in pieces.
+                self._decode(1)
 
     def _forward(self) -> torch.Tensor:
         lengths = []
@@ -124,12 +133,15 @@ class Rehearsal:
 
     def _recorded(self) -> None:
         self.decode()
-        if self._runner.attention_name == "triton" and self._runner.cache.states is None:
+        if self._records_prompts:
             self._forward()
 
     @contextmanager
     def _adapted(self) -> Iterator[bool]:
-        """Give all rows an adapter of all linear modules within this context. Tells whether there can be one."""
+        """Give all rows an adapter of all linear modules and the embedding in this context.
+
+        Tells whether there can be one.
+        """
         if self._adaptable is None:
             yield False
             return
@@ -144,11 +156,14 @@ class Rehearsal:
 
     def decode(self) -> None:
         """Run a decode step of all rows."""
-        rows = np.arange(self._rows)
+        self._decode(self._rows)
+
+    def _decode(self, count: int) -> None:
+        rows = np.arange(count)
         backend = self._runner.backend
         # The tokens of a recogniser's clips are no decode step.
         before = self._loaded.clip_tokens
-        batch = self._batch(np.ones(self._rows, np.int64), rows, before)
+        batch = self._batch(np.ones(count, np.int64), rows, before)
         # Temporaries of attention follow the bound of lengths, and need no such lengths.
         run = backend.hidden if before and backend.gives_hidden_states else backend.logits
         run(replace(batch, max_kv=self._longest))

@@ -43,6 +43,8 @@ def test_its_modules_give_one_tensor_with_a_row_for_each_token(config: Any, line
         module.register_forward_hook(lambda module, _, output: given.update({module: output}))
     model(input_ids=torch.arange(TOKENS)[None])
     assert len(given) == len(adapter.linears) == linears
+    assert adapter.embedding is not None
+    assert (len(adapter.embedding.a), len(adapter.embedding.b)) == (SIZES["vocab_size"], SIZES["hidden_size"])
     for module, linear in adapter.linears.items():
         assert given[module].numel() == TOKENS * len(linear.b)
 

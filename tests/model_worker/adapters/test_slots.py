@@ -175,8 +175,11 @@ def test_a_want_of_memory_leaves_no_factors_in_a_slot(monkeypatch: pytest.Monkey
     assert torch.equal(got, y)
 
 
-def test_wrong_kernels_get_no_adapter(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(adapter_kernel, "add_low_rank", lambda y, *_: y.mul_(2))
+@pytest.mark.parametrize("name", ["add_low_rank", "add_vectors"])
+def test_wrong_kernels_get_no_adapter(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(adapter_kernel, name, lambda y, *_: y.mul_(2))
     table = AdapterSlots(CPU, torch.float32, nn.Embedding(3, 8))
     # What was found out before counts no more, nor what is found out here.
     slots.unsupported.cache_clear()

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from model_worker import step_limits
-from model_worker.adapters import slots
 from model_worker.cuda.memory import (
     GIB,
     SHARE,
@@ -28,13 +26,7 @@ from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.sampling.device_penalties import most_bytes
 from shared.settings import Settings
-from tests.model_worker.cuda.interpreter import need_triton
-from tests.model_worker.cuda.launches import counted_launches
 from tests.model_worker.tiny_models import tiny_model
-
-need_triton()
-
-from model_worker.cuda import adapter_kernel  # noqa: E402
 
 
 class StandIn:
@@ -140,41 +132,6 @@ def test_memory_for_adapters_is_kept_before_k_and_v() -> None:
     assert small.with_adapters(None).adapters == GIB, "a few adapters fit in any case"
     tiny = plan_memory(StandIn(20 * GIB, 17 * GIB), 1, lambda: None, lambda: None)
     assert tiny.with_adapters(None).adapters == tiny.kv_cache // 4
-
-
-class Widest(StandIn):
-    """A GPU on which work takes what lies between the factors of an adapter. Kernels are not run."""
-
-    def peak_of(self, work: Callable[[], None]) -> int:
-        sizes = [0]
-
-        def taking(y: Tensor, x: Tensor, *rest: Any) -> None:
-            sizes.append(len(x) * rest[-1] * 4)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter_kernel, "add_low_rank", taking)
-            work()
-        return max(sizes)
-
-
-def test_steps_with_adapters_are_rehearsed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels add them, with what recorded steps keep; and nothing of the trial stays."""
-    monkeypatch.setattr(slots, "unsupported", lambda *_: "")
-    of_gpu = replace(loaded, attention_name="triton", has_kernels=True)
-    before = [module for module in loaded.model.modules() if module._forward_hooks]
-    with counted_launches(monkeypatch, run=False):
-        alone, adapted, wished = (
-            gpu_kv_memory(of_gpu, Widest(8 * GIB, 1000), 1, 20, 3, 40, wish)
-            for wish in (None, AdapterWish(), AdapterWish(GIB))
-        )
-    # Logits of 1, 2 and 3 decode rows, and once those of a step with prompts.
-    logits = (1 + 2 + 3 + 3) * loaded.vocab_size * 4
-    counts = most_bytes(3, loaded.vocab_size)
-    assert (alone.step, alone.recorded, alone.adapters) == (counts, logits, 0)
-    assert (adapted.step, adapted.recorded) == (counts + 20 * 64 * 4, logits + 20 * 64 * 4)
-    assert adapted.adapters == GIB
-    assert wished == adapted
-    assert [module for module in loaded.model.modules() if module._forward_hooks] == before
 
 
 def test_adapters_that_leave_nothing_for_k_and_v_are_refused(loaded: LoadedModel) -> None:
