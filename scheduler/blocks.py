@@ -93,6 +93,12 @@ class BlockPool:
         self._hash_of[block] = digest
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Drop the names of those of `blocks` that have one owner: what they hold may be wrong."""
+        for block in blocks:
+            if self._owners[block] == 1 and block in self._hash_of:
+                self._unname(block)
+
     def forget_cached(self) -> None:
         """Drop every cached prefix that has no owner."""
         while self._cached:
@@ -106,8 +112,11 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
+        self._unname(block)
+        return block
+
+    def _unname(self, block: int) -> None:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         if self.on_evict is not None:
             self.on_evict(digest)
-        return block

@@ -39,6 +39,7 @@ def update(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
         sequence = worker.rows.sequences[row]
         if sequence is None:
             continue
+        worker.distrust(row)
         if row in new.again and not sequence.failed_alone:
             sequence.failed_alone = True
         else:

@@ -243,6 +243,7 @@ class RowBeginnings:
         """Note that the first `cached` tokens of a sequence need no computing."""
         if sequence.emitted == 0 and sequence.preemptions == 0 and sequence.elsewhere is None:
             sequence.cached_tokens = sequence.context.cached_prefix_length = cached
+        sequence.began_with = cached
         sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         self.placed_tokens += len(sequence.tokens)
         self.saved_tokens += cached

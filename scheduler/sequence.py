@@ -68,6 +68,8 @@ class Sequence:
     # first token; `queued_us` is -1 before the placement and after it was published.
     cached_tokens: int = 0
     queued_us: int = -1
+    # Tokens whose K and V were there when its row began to run.
+    began_with: int = 0
     preemptions: int = 0
     # Whether a worker had no memory for it, although it was computed alone.
     failed_alone: bool = False

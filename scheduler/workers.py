@@ -160,6 +160,15 @@ class Worker:
         self.changes.leave(row, sequence)
         return sequence
 
+    def distrust(self, row: int) -> None:
+        """A sequence fails here: what was computed of it may be wrong or missing, and is not put into the prefix cache.
+
+        What it found there stays, and so does what others share already.
+        """
+        sequence = self.rows.sequence(row)
+        self.rows.num_computed_tokens[row] = 0
+        self.pool.forget(sequence.blocks[sequence.began_with // self.block_size :])
+
     def change_weights(self, number: int) -> None:
         """Compute with version `number` from the next step on. The K and V of rows stay, and are shared no more."""
         self.weights.number = number

@@ -66,6 +66,16 @@ class PoolMachine(RuleBasedStateMachine):
         owned = {block for holder in self.holders for block in holder}
         self.digests = {block: digest for block, digest in self.digests.items() if block in owned}
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def forget_what_one_holds(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        self.pool.forget(holder)
+        for block in holder:
+            if sum(block in other for other in self.holders) == 1:
+                digest = self.digests.pop(block, None)
+                assert digest is None or self.pool.match([digest]) == []
+
     @invariant()
     def nothing_is_lost_or_owned_in_secret(self) -> None:
         owned = {block for holder in self.holders for block in holder}

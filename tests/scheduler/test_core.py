@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from interfaces import (
     SamplingParams,
     ShipKv,
     Step,
+    StepResult,
     Submit,
     TakeKv,
     TextContext,
@@ -274,6 +276,31 @@ def test_a_repeated_prompt_is_served_from_the_cache_up_to_its_last_block() -> No
     yard.submit(2, prompt[:20], 3, [])
     yard.drain()
     assert yard.cached == {1: 20, 2: 16}, "one token must always be computed"
+
+
+def test_what_a_row_computed_that_failed_is_found_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without memory has not computed a piece of a prompt, though later pieces are on their way."""
+    yard = Yard(replace(LIMITS, max_batch_tokens=8), num_blocks=200)
+    prompt = list(range(60))
+    yard.submit(0, prompt[:13], 3, [])
+    yard.drain()
+    worker = yard.workers[0]
+    run = worker.run
+
+    def fail(step: Step) -> StepResult:
+        none = np.empty(0, np.int32)
+        return replace(run(step), rows=none, tokens=none, errors=dict.fromkeys(step.rows.tolist(), "no memory"))
+
+    yard.submit(1, prompt, 5, [])
+    with monkeypatch.context() as failing:
+        failing.setattr(worker, "run", fail)
+        yard.turn()
+    assert yard.errors == {1: "no memory"}
+    yard.drain()
+    yard.submit(2, prompt, 5, [])
+    yard.drain()
+    assert yard.cached == {2: 12}, "what was there before stays"
+    assert yard.tokens[2] == naive_generate(prompt, 2, [], 65)
 
 
 def test_workers_with_blocks_of_their_own_size_share_no_names() -> None:
