@@ -53,7 +53,7 @@ def test_the_whole_hour_can_be_pretended(tmp_path: Path) -> None:
         assert results["attention"]["wrong"] == []
         assert results["drawing"]["draws torch's tokens"]
         assert results["repeated"]["wrong"] == []
-        assert (results["repeated"]["launches of each"], results["repeated"]["cases"]) == (2, 4)
+        assert (results["repeated"]["launches of each"], results["repeated"]["cases"]) == (2, 6)
         assert results["products"]["wrong"] == []
         assert results["products"]["kinds that are right"] == 9
         assert results["products"]["experts in four bits, 1 tokens, us"] > 0
