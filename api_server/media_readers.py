@@ -35,7 +35,10 @@ _VIDEO_FACTOR = 4
 
 @dataclass
 class MediaReaders:
-    """`image_key` makes the hashes of images. `observers` are those that are told of what is read."""
+    """What reads the images, videos and sounds of requests, by the files of one model.
+
+    `image_key` is the key of the hashes of images. `observers` returns the observers that hear of each file read.
+    """
 
     settings: Settings
     engine: EngineClient

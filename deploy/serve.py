@@ -1,7 +1,7 @@
 """`tokenyard serve`: from settings to running processes.
 
-Knows the order of a start. Which processes make a server is told by processes.py; watching over them is supervisor.py's
-work, showing their start timeline.py's.
+Knows the order of a start. `processes.py` says which processes make a server, `supervisor.py` watches over them, and
+`timeline.py` shows their start.
 """
 
 from __future__ import annotations
